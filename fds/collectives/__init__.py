@@ -5,7 +5,7 @@ differentiable.
 """
 
 from fds.collectives._fingerprint import fingerprint
-from fds.collectives.axis import Axis
+from fds.collectives.axis import Axis, alone
 from fds.collectives.functional import (
     all_gather,
     all_reduce,
@@ -31,6 +31,7 @@ __all__ = [
     "Mesh",
     "Topology",
     "Axis",
+    "alone",
     "Work",
     "all_gather",
     "reduce_scatter",

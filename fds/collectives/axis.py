@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import threading
 import weakref
+from collections.abc import Generator
 from typing import Any
 
 import attrs
@@ -21,7 +24,24 @@ _handles = itertools.count()
 _by_handle: weakref.WeakValueDictionary[int, Axis] = weakref.WeakValueDictionary()
 
 
-@attrs.frozen
+class _Now(threading.local):  # torch.compile traces no `ContextVar`
+    alone: bool = False
+
+
+_now = _Now()
+
+
+@contextlib.contextmanager
+def alone() -> Generator[None]:
+    """Let every axis be one of a single rank in this thread: a loss that looks at an axis runs as on one rank."""
+    before, _now.alone = _now.alone, True
+    try:
+        yield
+    finally:
+        _now.alone = before
+
+
+@attrs.frozen(repr=False)
 class Axis:
     """The ranks that differ from this one only along one axis of a mesh (or several, flattened).
 
@@ -31,17 +51,20 @@ class Axis:
     the same world.
     """
 
-    world: World = attrs.field(repr=False)
+    world: World
     name: str
     ranks: tuple[int, ...]  # in the world, in the order of the axis
-    index: int  # this rank's coordinate
-    mesh: Any = attrs.field(eq=False, repr=False)
-    link: Link | None = attrs.field(eq=False, repr=False)  # None on an axis of one rank
-    purpose: str = attrs.field(default="", eq=False, repr=False)  # of its collectives: see `used_for`
-    handle: int = attrs.field(eq=False, repr=False, init=False, factory=_handles.__next__)
+    _index: int = attrs.field(alias="index")
+    mesh: Any = attrs.field(eq=False)
+    _link: Link | None = attrs.field(eq=False, alias="link")
+    purpose: str = attrs.field(default="", eq=False)  # of its collectives: see `used_for`
+    handle: int = attrs.field(eq=False, init=False, factory=_handles.__next__)
 
     def __attrs_post_init__(self) -> None:
         _by_handle[self.handle] = self
+
+    def __repr__(self) -> str:
+        return f"Axis(name={self.name!r}, ranks={self.ranks}, index={self._index})"
 
     def __deepcopy__(self, memo: dict) -> Axis:
         """Return the axis itself: copies of a module that communicates do so along the same axis."""
@@ -50,7 +73,17 @@ class Axis:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return len(self.ranks)
+        return 1 if _now.alone else len(self.ranks)
+
+    @property
+    def index(self) -> int:
+        """This rank's coordinate."""
+        return 0 if _now.alone else self._index
+
+    @property
+    def link(self) -> Link | None:
+        """What connects the ranks; None on an axis of one rank."""
+        return None if _now.alone else self._link
 
     @property
     def device(self) -> torch.device:

@@ -12,6 +12,7 @@ from fds.step.gradients import Gradients, Measure, global_norm
 from fds.step.initial import beginning
 from fds.step.memory import Memory
 from fds.step.messages import PredictedMessages
+from fds.step.one_rank import Comparison, compare_with_one_rank, first_call_compared
 from fds.step.placements import Owned, Placement, Replicated, SplitDim
 from fds.step.program import Step
 from fds.step.ranges import profiled
@@ -39,6 +40,7 @@ __all__ = [
     "AllBut",
     "Call",
     "Commit",
+    "Comparison",
     "Composition",
     "Cut",
     "Description",
@@ -87,9 +89,11 @@ __all__ = [
     "Whole",
     "beginning",
     "check_tree",
+    "compare_with_one_rank",
     "compose",
     "evaluate",
     "fill",
+    "first_call_compared",
     "global_norm",
     "materialize",
     "profiled",

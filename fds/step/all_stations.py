@@ -140,7 +140,7 @@ class Stations:
         landing, shard = None, None if local else self.shard
         try:
             ran, sums = self._run(state, structure, parts, batch, scale, call, residency, ahead, shard)
-            landing, everyone = sums.landing, self.everyone
+            landing, everyone = sums.landing, self.dimensions.everyone
             used, leaves = sums.used(), sums.finish()
             wide = everyone is not None and torch.float64 in set(map(tree.dtype_of, leaves))
             totals, wide = self.execute.agree(ran, everyone, self.runtime, wide=wide)

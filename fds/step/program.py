@@ -6,6 +6,7 @@ does, which the station `run` runs at once, or captures and replays.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from fds.step.gradients import Gradients
 from fds.step.initial import at_first, initial, traced, with_parameters
 from fds.step.into import into, whole_parameters
 from fds.step.notes import Notes, followed, may_note
+from fds.step.one_rank import compare_with_one_rank
 from fds.step.own_sums import OwnSums
 from fds.step.ranges import profiled
 from fds.step.residency.apart import Apart
@@ -108,7 +110,8 @@ class Step(Stations):
         if (plain := check.without_graph(state, held)) is not state:
             state, held = plain, self.check(plain)
         try:
-            return self.run(Program(self.work, self.check, self.leaves, self.runtime), state, held, batch)
+            compare = functools.partial(compare_with_one_rank, self)
+            return self.run(Program(self.work, self.check, self.leaves, self.runtime, compare), state, held, batch)
         except DiskError as error:
             explain(error, self, state)
             raise
@@ -131,7 +134,8 @@ class Step(Stations):
         with seeded(call, self.optimizer.schedules(), "schedule"):
             values = self.optimizer.values(state.step)
         self.runtime.pool.sweep()
-        everyone, dimensions = self.everyone, self.dimensions
+        dimensions = self.dimensions
+        everyone = dimensions.everyone
         residency = self.place.residency
         if everyone is not None and residency.kinds:  # one that says what fails when all ranks hear
             residency = Deferred(residency)

@@ -123,12 +123,15 @@ class Program:
         check: returns the tensors of a state that the step can take, and raises `StateError` for any other.
         leaves: `(state, its tensors) -> leaves` with the values of those that an update writes, to be written over.
         runtime: the step's caches.
+        compare: `(state, batch)`: raises where the call is not what one rank would do; see
+            `fds.debugging.compare_with_one_rank`.
     """
 
     work: Callable[[State, StateTensors, Any], tuple[State, dict[str, Tensor]]]
     check: Callable[[State], StateTensors]
     leaves: Callable[[State, StateTensors], Leaves]
     runtime: Runtime
+    compare: Callable[[State, Any], object]
 
 
 class Run(Protocol):

@@ -218,6 +218,8 @@ def _summed(parts: list[Tensor], axis: Axis, what: str) -> Iterator[Tensor]:
 
 def _of_first(buffers: dict[str, Tensor], data: Axis) -> list[Tensor]:
     """Return the parts of buffers that are summed: of floating ones every rank's, of others the first one's."""
+    if not buffers:
+        return []
     first = data.index == 0
     held = [b if first or b.is_floating_point() or b.is_complex() else torch.zeros_like(b) for b in buffers.values()]
     return [x for b in held for x in _exactly(b)]

@@ -15,7 +15,7 @@ from fds.collectives import Axis
 from fds.errors import ComposeError, is_a
 from fds.nn.parallel.tokens import Parts
 from fds.nn.parallel.zigzag import LAYOUTS, Layout
-from fds.step import Dimension, Placement, Replicated, Step, fill, transform
+from fds.step import Dimension, Placement, Replicated, Step, fill, first_call_compared, transform
 
 
 @attrs.frozen(repr=False)
@@ -35,7 +35,7 @@ class SummedGradients(Placement):
 
 
 @transform
-def context_parallel(axis: Axis, *, layout: Layout = "contiguous"):
+def context_parallel(axis: Axis, *, layout: Layout = "contiguous", verify: bool = False):
     """Let every rank of `axis` pass its part of the same sequences, (B, S/N) of (B, S) tokens; the step is that of all.
 
     The loss is one of tokens, which ranks compute for their own, and only `fds.nn.attention(..., axis=axis)` looks at
@@ -56,6 +56,7 @@ def context_parallel(axis: Axis, *, layout: Layout = "contiguous"):
         axis: of `fds.mesh`, in the order of the parts. One of size 1 changes nothing.
         layout: which tokens a rank passes: "contiguous", the r-th of N equal parts, or "zigzag", those of
             `fds.nn.zigzag`; as `fds.nn.attention` is told.
+        verify: compare the first call with one rank that has the whole rows, as `fds.tensor_parallel` does.
 
     Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that do not run now.
     """
@@ -66,12 +67,15 @@ def context_parallel(axis: Axis, *, layout: Layout = "contiguous"):
     if layout not in LAYOUTS:
         want = " or ".join(map(repr, LAYOUTS))
         raise ComposeError("context_parallel: no such layout", got=repr(layout)[:80], want=want)
+    if not is_a(verify, bool):
+        raise ComposeError("context_parallel: verify is a flag", got=repr(verify)[:80], want="True or False")
     axis.check_current()
     own = axis.channel("context_parallel")
 
     def apply(step: Step) -> Step:
         if own.size == 1:
             return step
-        return fill(step, topology=Dimension(own, "sequence", SummedGradients(own)), draw=Parts(own, layout))
+        step = fill(step, topology=Dimension(own, "sequence", SummedGradients(own)), draw=Parts(own, layout))
+        return first_call_compared(step) if verify else step
 
     return apply

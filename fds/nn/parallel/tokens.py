@@ -26,7 +26,7 @@ from fds.collectives import Axis
 from fds.errors import LossError
 from fds.loss import traced
 from fds.nn.parallel.mixing import Watch, line
-from fds.nn.parallel.zigzag import Layout, chunks_of
+from fds.nn.parallel.zigzag import Layout, chunks_of, in_order
 
 # private: what `torch.autograd.graph.saved_tensors_hooks` has entered last
 _saving: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
@@ -64,6 +64,11 @@ class Parts:
         flat, call = lengths.union(shape[:2].numel() for shape in shapes) - rows, (layer, torch.is_grad_enabled())
         watch = None if call in self.looked else Watch(self.axis, rows, lengths, tensors)
         return Draws(self, rows, lengths, flat, call, watch)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return whole rows (B, S, ...), given the parts of all ranks."""
+        whole = torch.cat(list(parts), 1)
+        return whole if self.layout == "contiguous" else in_order(whole, len(parts), 1)
 
     def ranges(self, length: int) -> list[tuple[int, int]]:
         """Return first index and length of each range of this rank's tokens in the whole rows."""

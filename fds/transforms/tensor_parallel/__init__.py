@@ -23,7 +23,7 @@ from fds.loss import Root, modules_of
 from fds.nn.parallel.plan import Part
 from fds.nn.parallel.region import Region
 from fds.nn.parallel.uses import Edges, check_uses
-from fds.step import Dimension, Placement, Replicated, SplitDim, Step, fill, transform
+from fds.step import Dimension, Placement, Replicated, SplitDim, Step, fill, first_call_compared, transform
 from fds.transforms.tensor_parallel.resolving import Resolved, resolve
 
 
@@ -101,7 +101,12 @@ class Dividing:
 
 @transform
 def tensor_parallel(
-    axis: Axis, plan: str | Mapping[str, str | Part] = "auto", *, sequence: bool = False, overlap: int = 0
+    axis: Axis,
+    plan: str | Mapping[str, str | Part] = "auto",
+    *,
+    sequence: bool = False,
+    overlap: int = 0,
+    verify: bool = False,
 ):
     """Divide the matrices of the loss's modules over an axis, whose ranks pass the same batch and compute one loss.
 
@@ -121,13 +126,17 @@ def tensor_parallel(
             to travel beside their products; 0 for one after the other. With 1 sums keep their bits, with more products
             of fewer rows may be summed in another order. In backward the message of a column travels beside the
             gradients of its weights.
+        verify: compare the first call with one rank, which runs the undivided module: its loss and every gradient. The
+            first call then takes some times as long, and every rank whole parameters; see
+            `fds.debugging.compare_with_one_rank`, which does so at any time.
 
     Raises `ComposeError` for a plan that does not fit, `MeshError` for an axis of ranks that do not run now.
     """
     if not is_a(axis, Axis):
         raise ComposeError("tensor_parallel: axis is not an axis", got=repr(axis)[:80], want='fds.mesh(tp=-1)["tp"]')
-    if not is_a(sequence, bool):
-        raise ComposeError("tensor_parallel: sequence is a flag", got=repr(sequence)[:80], want="True or False")
+    for name, flag in (("sequence", sequence), ("verify", verify)):
+        if not is_a(flag, bool):
+            raise ComposeError(f"tensor_parallel: {name} is a flag", got=repr(flag)[:80], want="True or False")
     if plan != "auto" and not is_a(plan, Mapping):
         raise ComposeError(
             "tensor_parallel takes a plan",
@@ -158,6 +167,7 @@ def tensor_parallel(
         lies = dict(itertools.chain.from_iterable(one.lies.items() for one in resolved))
         placement = Divided(own, resolved, lies)
         modules = Dividing(own, {one.found.number: one for one in resolved}, overlap)
-        return fill(step, topology=Dimension(own, "tensor", placement), modules=modules)
+        step = fill(step, topology=Dimension(own, "tensor", placement), modules=modules)
+        return first_call_compared(step) if verify else step
 
     return apply
