@@ -13,7 +13,7 @@ from fds.step.initial import beginning
 from fds.step.memory import Memory
 from fds.step.messages import PredictedMessages
 from fds.step.one_rank import Comparison, compare_with_one_rank, first_call_compared
-from fds.step.placements import Owned, Placement, Replicated, SplitDim
+from fds.step.placements import LocalCopies, Owned, Placement, Replicated, SplitDim
 from fds.step.program import Step
 from fds.step.ranges import profiled
 from fds.step.residency.contract import OnDevice, Residency, Resident
@@ -52,6 +52,7 @@ __all__ = [
     "InTurn",
     "Kept",
     "Leg",
+    "LocalCopies",
     "LocalGradients",
     "Measure",
     "Memory",

@@ -18,11 +18,19 @@ from fds import tree
 from fds.collectives import Axis
 from fds.errors import ComposeError, is_a
 from fds.layout import Segment
-from fds.step.placements import Owned, Placement, Range, Replicated, SplitDim
+from fds.step.placements import Local, Owned, Placement, Range, Replicated, SplitDim
 
 Role = Literal["stage", "local", "data", "sequence", "tensor"]
 ROLES: tuple[Role, ...] = get_args(Role)  # in which ranks are numbered, the last varies fastest
 Place = tuple[int, ...]  # coordinates on some axes of a mesh
+# How parameters may lie along an axis: what its ranks do makes gradients equal, parts of a sum, or each rank's own.
+_RANKS: dict[Role, tuple[str, tuple[type, ...], tuple[str, ...]]] = {
+    "stage": ("run other layers of the same rows", (Owned,), ("sum",)),
+    "local": ("pass other rows, and make updates of their own", (Local,), ()),
+    "data": ("pass other rows", (SplitDim, Owned), ("sum",)),
+    "sequence": ("pass other tokens of the same rows", (SplitDim, Owned), ("sum",)),
+    "tensor": ("pass the same rows, and compute one loss", (SplitDim, Owned), ("same", "sum")),
+}
 PASSING: tuple[Role, ...] = ("data", "sequence")  # of one update, in which ranks pass other batches
 
 
@@ -75,6 +83,23 @@ class Dimension:
         ranks = "one process" if self.axis is None else f"{self.axis.name} ({self.axis.size} ranks)"
         how = repr(self.placement)
         return f"{self.role} over {ranks}" + (f": {how}" if how else "")
+
+    def kind(self, name: str) -> Hashable:
+        """Return what a parameter may share a bucket with. Raises `ComposeError` where it lies as no rank's work is."""
+        kind, lies = self.placement.kind(name), self.placement.lies(name)
+        does, kinds, grads = _RANKS[self.role]
+        fits = lies.grads in grads if isinstance(lies, Replicated) else isinstance(lies, kinds)
+        if self.axis is not None and self.placement.axis is not None and not fits:
+            raise ComposeError(
+                "a placement contradicts the role of its axis",
+                where=f"station 'topology', {self!r}: {name}",
+                got=f"{lies}, where ranks {does}",
+                want=" or ".join([one.__name__ for one in kinds] + [f"Replicated({word!r})" for word in grads]),
+                hint="of other rows every rank has another gradient, which is a part of the sum"
+                if self.batches and isinstance(lies, Replicated)
+                else "",
+            )
+        return kind
 
     @property
     def batches(self) -> bool:
@@ -301,7 +326,7 @@ class Dimensions:
 
     def kind(self, name: str) -> Hashable:
         """Return what a parameter may share a bucket with: others of this kind."""
-        return tuple(one.placement.kind(name) for one in self.entries)
+        return tuple(one.kind(name) for one in self.entries)
 
     def share(self, name: str, x: Tensor) -> None:
         """Give a new parameter the values that it has on the first of the ranks that hold it, in place."""
