@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fds.collectives import dry, worlds
-from fds.collectives.links import DONE, Collective, Exchange, Link, Work, same_memory
+from fds.collectives.links import DONE, Collective, Exchange, Link, Work
 from fds.collectives.reductions import COMBINE
 from fds.collectives.worlds import World
 from fds.errors import FdsError, MeshError
@@ -33,7 +33,10 @@ _now = _Now()
 
 @contextlib.contextmanager
 def alone() -> Generator[None]:
-    """Let every axis be one of a single rank in this thread: a loss that looks at an axis runs as on one rank."""
+    """Let every axis be one of a single rank in this thread: a loss that looks at an axis runs as on one rank.
+
+    Axes must not be made meanwhile.
+    """
     before, _now.alone = _now.alone, True
     try:
         yield
@@ -81,11 +84,6 @@ class Axis:
         return 0 if _now.alone else self._index
 
     @property
-    def link(self) -> Link | None:
-        """What connects the ranks; None on an axis of one rank."""
-        return None if _now.alone else self._link
-
-    @property
     def device(self) -> torch.device:
         """The device of the tensors that collectives take: a GPU with NCCL, else the CPU."""
         return self.world.device
@@ -100,7 +98,7 @@ class Axis:
 
         With NCCL it is another process group, so all ranks must call this.
         """
-        link = None if self.link is None else self.world.link(self.ranks, None, name)
+        link = None if self._link is None else self.world.link(self.ranks, None, name)
         return attrs.evolve(self, link=link, purpose=name)
 
     def used_for(self, purpose: str) -> Axis:
@@ -124,7 +122,7 @@ class Axis:
 
     def start_all_gather(self, out: Tensor, part: Tensor) -> Work:
         """Gather the parts (n,) of all ranks into `out` (size * n,); `part` may be a view of its place in `out`."""
-        if self.link is None:
+        if self._link is None or _now.alone:
             return _alone(out, part)
         self._check("all_gather", out, part, len(out) == self.size * len(part))
         return self._start("all_gather", part, out, part)
@@ -134,7 +132,7 @@ class Axis:
 
         With gloo and in simulations sums are taken in rank order, those of 16 bits in float32 and rounded once.
         """
-        if self.link is None:
+        if self._link is None or _now.alone:
             return _alone(out, whole)
         self._check("reduce_scatter", out, whole, len(whole) == self.size * len(out))
         return self._start("reduce_scatter", out, out, whole)
@@ -147,7 +145,7 @@ class Axis:
         """
         if op not in COMBINE:
             raise FdsError("no such reduction", got=repr(op), want=", ".join(COMBINE))
-        if self.link is None:
+        if self._link is None or _now.alone:
             return DONE
         self._check("all_reduce", x, x, True)
         return self._start("all_reduce", x, x, x, how=op, what=what)
@@ -155,14 +153,14 @@ class Axis:
     def start_broadcast(self, x: Tensor, source: int) -> Work:
         """Copy the `x` of the rank with coordinate `source` to the `x` of all ranks."""
         self._check_coordinate(source)
-        if self.link is None:
+        if self._link is None or _now.alone:
             return DONE
         self._check("broadcast", x, x, True)
         return self._start("broadcast", x, x, x, peer=source)
 
     def start_all_to_all(self, out: Tensor, x: Tensor) -> Work:
         """Send piece i of `x` (equal pieces of dim 0) to rank i; `out` receives the pieces in rank order."""
-        if self.link is None:
+        if self._link is None or _now.alone:
             return _alone(out, x)
         self._check("all_to_all", out, x, out.shape == x.shape and x.dim() > 0 and len(x) % self.size == 0)
         return self._start("all_to_all", x, out, x)
@@ -181,7 +179,7 @@ class Axis:
 
     def all_reduce(self, x: Tensor, *, what: str = "") -> Tensor:
         """Return the sum of `x` over the ranks in new memory; `x` itself on an axis of one rank. No gradient."""
-        if self.link is None:
+        if self._link is None or _now.alone:
             return x
         total = x.detach().clone(memory_format=torch.contiguous_format)
         self.start_all_reduce(total, what=what).wait()
@@ -189,7 +187,7 @@ class Axis:
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
-        if self.link is not None:
+        if self._link is not None and not _now.alone:
             token = torch.zeros(1, dtype=torch.uint8, device="cpu")
             self._start("barrier", token, token, token).wait()
 
@@ -198,11 +196,11 @@ class Axis:
 
         `what` names the purpose. Raises `RankError` if the ranks exchange values for different purposes.
         """
-        if self.link is None:
+        if self._link is None or _now.alone:
             return [obj]
         text = json.dumps(obj)
         sent = Collective("exchange", self.name, (len(text),), how=what, what=what or self.purpose)
-        exchange = Exchange(self.link, attrs.evolve(sent, shape=()), text)  # lengths differ between ranks
+        exchange = Exchange(self._link, attrs.evolve(sent, shape=()), text)  # lengths differ between ranks
         if (heard := dry.dry.get()) is not None:
             return dry.again(heard, exchange.collective)
         self._count(sent)
@@ -213,15 +211,15 @@ class Axis:
         self, op: str, like: Tensor, out: Tensor, x: Tensor, *, how: str = "", peer: int = -1, what: str = ""
     ) -> Work:
         """Start a collective that is known by the shape and dtype of `like`."""
-        assert self.link is not None
+        assert self._link is not None
         if dry.dry.get() is not None:
-            return dry.alone(op, how, out, x, self.index, self.size)
+            return dry.alone(op, how, out, x, self._index, self.size)
         kind, on_gpu = what or self.purpose, x.is_cuda
         collective = Collective(op, self.name, tuple(like.shape), like.dtype, how, peer, kind, on_gpu)
         self._count(collective)
         flat = lambda t: t.detach().view(-1)
         a = flat(out)
-        return self._watched(collective, self.link.start(collective, a, a if x is out else flat(x)))
+        return self._watched(collective, self._link.start(collective, a, a if x is out else flat(x)))
 
     def _watched(self, collective: Collective, work: Work) -> Work:
         for traffic in self.world.counters:
@@ -252,7 +250,7 @@ class Axis:
         )
 
     def _check_coordinate(self, at: int, others: bool = False) -> None:
-        if not 0 <= at < self.size or (others and at == self.index):
+        if not 0 <= at < self.size or (others and at == self._index):
             raise FdsError(
                 "no such rank to communicate with",
                 where=f"axis {self.name!r}",
@@ -267,6 +265,6 @@ def of_handle(handle: int) -> Axis:
 
 
 def _alone(out: Tensor, x: Tensor) -> Work:
-    if not same_memory(out, x):
+    if out.data_ptr() != x.data_ptr():
         out.detach().copy_(x.detach())
     return DONE

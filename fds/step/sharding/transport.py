@@ -95,7 +95,8 @@ class Transport:
 
         All ranks get the same bits, the one that holds a slice too.
         """
-        own = whole[axis.index * len(part) : (axis.index + 1) * len(part)]
+        start = axis.index * len(part)
+        own = whole[start : start + len(part)]
         own.copy_(part)
         return axis.start_all_gather(whole, own)
 
