@@ -7,12 +7,12 @@ from fds.step.composition import Composition, Transform, compose, transform
 from fds.step.describe import Description
 from fds.step.evaluation import evaluate
 from fds.step.execution import Executor, InTurn, LocalGradients, Microbatch, Pass, PassResult
-from fds.step.filling import fill
+from fds.step.filling import fill, first_call_compared
 from fds.step.gradients import Gradients, Measure, global_norm
 from fds.step.initial import beginning
 from fds.step.memory import Memory
 from fds.step.messages import PredictedMessages
-from fds.step.one_rank import Comparison, compare_with_one_rank, first_call_compared
+from fds.step.one_rank import Comparison, compare_with_one_rank
 from fds.step.placements import LocalCopies, Owned, Placement, Replicated, SplitDim
 from fds.step.program import Step
 from fds.step.ranges import profiled

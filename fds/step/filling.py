@@ -13,6 +13,7 @@ from fds.errors import ComposeError, did_you_mean, nearest
 from fds.optim import Optimizer
 from fds.step.checks import forms
 from fds.step.memory import Memory
+from fds.step.one_rank import FirstCallCompared
 from fds.step.own_sums import memories
 from fds.step.sharding.kept import SLOT, nothing_kept
 from fds.step.sharding.shard import Shard
@@ -63,6 +64,11 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
     if "topology" in changes:
         changes["dimensions"] = Dimensions.of(changes["topology"])
     return attrs.evolve(step, composing=attrs.evolve(step.composing, owners=owners), **changes)
+
+
+def first_call_compared(step: Step) -> Step:
+    """Return the step, whose first call is compared with one rank."""
+    return fill(step, run=FirstCallCompared(), instead=None, hint="one verify=True compares all of a step")
 
 
 def _implied(stations: dict[str, Any]) -> Iterator[tuple[str, Any]]:

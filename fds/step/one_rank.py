@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -29,15 +29,11 @@ from fds.step.checks.agreement import same_composition
 from fds.step.checks.capture import HasStations
 from fds.step.checks.state_check import StateTensors, graphless, usable
 from fds.step.execution import InTurn
-from fds.step.filling import fill
 from fds.step.into import whole_parameters
 from fds.step.sharding.transport import LOSSLESS
 from fds.step.split_batch import split_batch
 from fds.step.stations import AtOnce, Place, Program
 from fds.step.topology import Dimensions
-
-if TYPE_CHECKING:
-    from fds.step.program import Step
 
 _DOING = "compare_with_one_rank"
 _DEVIATIONS = 16  # of roundings that are independent, from their mean
@@ -174,11 +170,6 @@ class FirstCallCompared:
 
     def __repr__(self) -> str:
         return "the first call is compared with one rank"
-
-
-def first_call_compared(step: Step) -> Step:
-    """Return the step, whose first call is compared with one rank."""
-    return fill(step, run=FirstCallCompared(), instead=None, hint="one verify=True compares all of a step")
 
 
 class Coarsest(TorchDispatchMode):
