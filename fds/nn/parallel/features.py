@@ -101,7 +101,7 @@ def check_row(x: Tensor, cut: tuple[int, ...], name: str, region: Region) -> Non
     """Raise `LossError` for a row of what several columns return, where the plan takes that for one's."""
     index, size = region.axis.index, region.axis.size
     own = set(itertools.accumulate(ranges(part, region.axis)[index][1] for part in cut))
-    for node, _ in nodes_behind(x.grad_fn, stops=region.passes_between):
+    for node, _ in nodes_behind(x.grad_fn, stops=lambda node: _mixes(node) or region.passes_between(node)):
         shape, widths, wholes = metadata_of(node).get("features", ((), (), ()))
         if shape == x.shape and not own.issuperset(itertools.accumulate(widths)):
             lengths = tuple(whole or n * size for whole, n in zip(wholes, widths, strict=True))
@@ -111,3 +111,8 @@ def check_row(x: Tensor, cut: tuple[int, ...], name: str, region: Region) -> Non
                 got=f"features {' + '.join(map(str, widths))} of this rank",
                 want=f"fds.nn.row(parts={lengths})",
             )
+
+
+def _mixes(node: Any) -> bool:
+    """Say whether a node of the graph is of a product of matrices, or of attention: its features are other ones."""
+    return "mm" in (name := node.name().lower()) or "attention" in name

@@ -48,6 +48,20 @@ def test_compiled_pieces_compute_and_drop_what_one_rank_does():
     check(Blocks, {"blocks.*.norm": "replicated"}, fds.compile(backend="aot_eager"))
 
 
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def test_several_columns_of_one_activation_are_compiled():
+    """As the gates, and the queries, keys and values, of Llama."""
+    check(Gated, {"gate": "column", "up": "column", "down": "row"}, fds.compile(backend="aot_eager"))
+
+
 def test_compiled_parts_of_sequences_are_recomputed():
     recomputed = fds.checkpoint_activations()
     check(Blocks, {"blocks.[01]": "sequence"}, fds.compile(backend="aot_eager"), recomputed, sequence=True)

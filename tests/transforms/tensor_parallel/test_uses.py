@@ -395,3 +395,23 @@ def test_numbers_computed_from_an_attribute_that_heads_divides_are_refused(scale
 
 def test_shapes_computed_from_an_attribute_that_heads_divides_are_not():
     check(lambda: Counting(lambda m, y: y / (y.shape[-1] // m.num_heads) ** 0.5), COUNTING)
+
+
+class Folded(Counting):
+    """Heads are in the batch, as Falcon has them: with one a rank its queries have the shape of what the row gets."""
+
+    def forward(self, x):
+        fold = lambda y: y.unflatten(-1, (self.num_heads, 4)).transpose(1, 2).flatten(0, 1)
+        q, k, v = map(fold, self.qkv(x).chunk(3, -1))
+        q, k = (torch.cat([-y[..., 2:], y[..., :2]], -1) for y in (q, k))
+        y = (q @ k.transpose(1, 2)).softmax(-1) @ v
+        return self.out(y.unflatten(0, (-1, self.num_heads)).transpose(1, 2).flatten(2))
+
+
+def test_rotated_queries_are_not_what_several_columns_return():
+    def make():
+        module = Folded(None)
+        module.num_heads = 2
+        return module
+
+    check(make, {"": heads("num_heads"), "qkv": column(parts=3, unit=4), "out": "row"})
