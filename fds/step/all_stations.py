@@ -178,8 +178,7 @@ class Stations:
         settings = self.settings(call, state.buffers, microbatches.count)
         masters = self.masters(structure, parts, call.device, residency)
         params = open_parameters(self.gather, self.shard, structure, masters, pool, train=True, order=order)
-        everyone = self.dimensions.everyone
-        kinds = self.execute.dtypes(params.trained, self.gather.dtype, everyone, self.runtime.asked)
+        kinds = self.execute.dtypes(params.trained, self.gather.dtype, self.dimensions.everyone, self.runtime.asked)
         seeds = Seeds.of(
             scale,
             microbatches.count,
@@ -192,7 +191,7 @@ class Stations:
         )
         landing = None
         if "gradients" in residency.kinds or ahead is not None:
-            with heard(residency, everyone):
+            with heard(residency, self.everyone):
                 landing = self.landing(structure, state, params.trained, residency, ahead)
         where = order, kinds, seeds, state.slots, landing, bool(masters.elsewhere)
         reduce = self.reduce.drawing(call) if self.reduce.transport.draws else self.reduce
@@ -206,7 +205,7 @@ class Stations:
             state.buffers,
             self.microbatch(self.loss, structure),
             order,
-            everyone,
+            self.dimensions.everyone,
             self.runtime,
             sums,
             seeds,

@@ -56,7 +56,7 @@ def same_batch(step: Stations, batch: Any, what: str = "step") -> None:
     Ranks compare before anything else is done, in one small message: a collective of another shape ends the process.
     Elements on a GPU are waited for in the first call alone.
     """
-    axis, shares = step.everyone, step.dimensions.shares
+    axis, shares = step.dimensions.everyone, step.dimensions.shares
     if axis is None or not step.dimensions.shares_rows:
         return
     asked, key = step.runtime.asked, f"batch of {what}"
