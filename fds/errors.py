@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
 from types import CodeType, UnionType
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
@@ -251,8 +251,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """
     part = lambda one: one.startswith(f"{word}_") or one.endswith(f".{word}")
     ratios = [(max(_agreement(word, one), 0.6 * part(one)), one) for one in known]
-    ratio, near = max(ratios, key=lambda pair: pair[0], default=(0.0, ""))
-    return f"did you mean {near!r}?" if ratio >= 0.6 else ""
+    near = [one for ratio, one in sorted(ratios, key=lambda pair: -pair[0]) if ratio >= 0.6]
+    return f"did you mean {max(near, key=lambda one: SequenceMatcher(None, one, word).ratio())!r}?" if near else ""
 
 
 def _agreement(word: str, other: str) -> float:
@@ -261,7 +261,7 @@ def _agreement(word: str, other: str) -> float:
     for end in (0, -1):
         while len(parts) > 1 and len(others) > 1 and parts[end] == others[end]:
             del parts[end], others[end]
-    return difflib.SequenceMatcher(None, ".".join(others), ".".join(parts)).ratio()
+    return SequenceMatcher(None, ".".join(others), ".".join(parts)).ratio()
 
 
 def escaped(text: str) -> str:

@@ -99,6 +99,7 @@ def save_async(
     keep: int | None = None,
     tag_validation: TagValidation = "fail",
     local: bool = False,
+    take_over: bool = False,
 ) -> Saving:
     """Begin what `save` does and return at once; the state's memory is read while the next steps run.
 
@@ -113,13 +114,21 @@ def save_async(
     """
     await_previous()
     draft = Draft.of(
-        dir, state, step, tag, extra, doing="save_async", keep=keep, tag_validation=tag_validation, local=local
+        dir,
+        state,
+        step,
+        tag,
+        extra,
+        doing="save_async",
+        keep=keep,
+        tag_validation=tag_validation,
+        local=local,
+        take_over=take_over,
     )
     saving = Saving(draft.folder, draft.ranks, draft.forget if draft.forgets_later else None)
     start_failed = threading.Event()
     with contextlib.ExitStack() as resources:
-        with draft.ranks.together():
-            draft.begin(resources)
+        draft.begin(resources)
         with draft.ranks.together(), write_errors(draft.dir):
             if not draft.leads:
                 resources.enter_context(lock_file(_path(draft, draft.ranks.index, "lock")))  # this rank is alive

@@ -18,6 +18,7 @@ from fds.errors import StorageError
 from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step, beginning, same_composition
+from fds.storage.disk import runs
 from fds.storage.disk.extents import is_on_disk, put
 from fds.storage.disk.folders import SAVING, find
 from fds.storage.disk.open_folder import OpenFolder
@@ -30,6 +31,7 @@ from fds.storage.format.tensors import DTYPES
 from fds.storage.matching import MatchOptions, checked_slots, match
 from fds.storage.ranks import local as by_rank
 from fds.storage.ranks.all_leaves import AllLeaves, agreement
+from fds.storage.ranks.draft import directory
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import LeafPart, blank, parts_of
 from fds.storage.source import Source, blank_like, save_source
@@ -51,6 +53,7 @@ def load(
     without_schedule: bool = False,
     verify: bool = True,
     local: bool = False,
+    take_over: bool = False,
 ) -> tuple[State, dict[str, Any]]:
     """Read a state that `save` wrote to `dir`, and the `extra` that was saved with it.
 
@@ -75,9 +78,11 @@ def load(
         verify: whether to compare the bytes that are read with their checksums.
         local: read what `save(..., local=True)` wrote: each rank reads its own directory and those of others that it
             can see. The last save is the last that all ranks have.
+        take_over: whether to go on with the run that is here, though this process began or loaded another one here.
 
     Raises `StorageError`, on every rank if on any, if there is no such save, if it is of another model or composition
-    (naming the first parameter or slot that differs), or if a byte of it changed. Raises `RankError` if a rank is lost.
+    (naming the first parameter or slot that differs), of another run than this process goes on with here, or if a byte
+    of it changed. Raises `RankError` if a rank is lost.
     """
     ranks = Ranks.of(step, "load")
     with ranks.together():
@@ -91,8 +96,11 @@ def load(
             )
         path = checked_path(dir, "dir")
         options = MatchOptions(checked_slots(slots), strict, params_only, without_optimizer, without_schedule)
-    source = by_rank.opened(path, tag, ranks, verify) if local else _open_save(path, tag, ranks, verify)
-    return fill(source, step, params, options, ranks), source.extra
+    source = (by_rank.opened if local else _open_save)(path, tag, ranks, verify, take_over)
+    state = fill(source, step, params, options, ranks)
+    if run := source.run or runs.last_run(directory(path, ranks, local)):
+        runs.remember(path, run)
+    return state, source.extra
 
 
 def fill(source: Source, step: Step, params: Any, options: MatchOptions, ranks: Ranks, key: int | Tensor = 0) -> State:
@@ -138,10 +146,12 @@ def fill(source: Source, step: Step, params: Any, options: MatchOptions, ranks: 
     return state
 
 
-def _open_save(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
+def _open_save(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over: bool) -> Source:
     """Return the save that the first rank finds; other ranks might find a newer one."""
     with ranks.together() as exchange:
         found = _find_save(dir, tag) if ranks.index == 0 else None
+        if found is not None and not take_over:
+            runs.check_load(dir, found[0].path, found[1].run)
         place = "" if found is None else str(found[0].path.relative_to(dir))
         exchange.mine = {"place": place, "asked": {"tag": repr(tag)}}
     ranks.check_equal([one["asked"] for one in exchange.all])

@@ -25,6 +25,7 @@ def save(
     keep: int | None = None,
     tag_validation: TagValidation = "fail",
     local: bool = False,
+    take_over: bool = False,
 ) -> Path:
     """Write a state to a folder in `dir`, completely and durably or not at all, and return that folder.
 
@@ -44,6 +45,8 @@ def save(
         local: for ranks without a common file system: each writes what it holds to a separate directory, `dir/rank0`,
             `dir/rank1`, ..., which `load(..., local=True)` reads. A tag that is replaced is kept until all ranks have
             the new one.
+        take_over: whether to save where the last save is of another run, which is refused otherwise. A process goes on
+            with the run that it began or loaded in `dir`; `keep` removes no save of another.
 
     Waits for an earlier `save_async` of this thread. Raises, on every rank if on any, `StorageError` for what cannot be
     written and for errors of the file system; `DonatedStateError` for a donated state and `StateError` for a state that
@@ -52,10 +55,20 @@ def save(
     place.
     """
     background.await_previous()
-    draft = Draft.of(dir, state, step, tag, extra, doing="save", keep=keep, tag_validation=tag_validation, local=local)
+    draft = Draft.of(
+        dir,
+        state,
+        step,
+        tag,
+        extra,
+        doing="save",
+        keep=keep,
+        tag_validation=tag_validation,
+        local=local,
+        take_over=take_over,
+    )
     with contextlib.ExitStack() as saving:
-        with draft.ranks.together():
-            draft.begin(saving)
+        draft.begin(saving)
         with draft.ranks.together() as exchange, write_errors(draft.dir):
             exchange.mine = draft.write(writer.write)
         with draft.ranks.together(), write_errors(draft.dir):

@@ -40,10 +40,10 @@ def run(dir: Path) -> Iterator[RenderableType]:
             manifest = read_manifest(find(dir, tag))
             size = sum(file.bytes for file in manifest.files.values())
             part = "" if manifest.part is None else f"part {manifest.part[0]} of {manifest.part[1]}"
-            rows.append([tag, f"{manifest.calls:,}", manifest.saved, decimal(size), part])
+            rows.append([tag, f"{manifest.calls:,}", manifest.saved, decimal(size), manifest.run or "", part])
         except StorageError as error:
-            rows.append([tag, "", "", "", error.what])
-    yield table(["tag", "calls >", "saved", "bytes >", ""], rows)
+            rows.append([tag, "", "", "", "", error.what])
+    yield table(["tag", "calls >", "saved", "bytes >", "run", ""], rows)
     try:
         yield f"latest: {escaped(find(dir, None).name)}"
     except StorageError as error:
@@ -53,6 +53,8 @@ def run(dir: Path) -> Iterator[RenderableType]:
 def save(source: Source) -> Iterator[RenderableType]:
     """Yield the contents of a save: its composition, its leaves, totals, and the user's extra."""
     yield escaped(source.where)
+    if source.run is not None:
+        yield f"run {source.run}"
     if source.composition:
         yield "\ncomposition:\n" + "\n".join(f"  {escaped(one)}" for one in source.composition)
     rows = [[name, leaf.dtype, shape(leaf), files(leaf)] for name, leaf in source.leaves.items()]

@@ -36,6 +36,7 @@ class Source:
         aliases: for each name of a leaf that has several, the first of them.
         read_box: `read_box(name, box, start, out)` does what `read` does for a box of the leaf, flattened by itself;
             None where all is read through `read`.
+        run: the id of the run, if it is a save.
         void: why the numbers of some leaves say nothing to a state of this version, by name.
     """
 
@@ -46,6 +47,7 @@ class Source:
     composition: tuple[str, ...] = ()
     aliases: Mapping[str, str] = attrs.field(factory=dict)
     read_box: Callable[[str, Box, int, Tensor], None] | None = None
+    run: str | None = None
     void: Mapping[str, str] = attrs.field(factory=dict)
 
     def fill(self, name: str, box: Box | None, start: int, out: Tensor) -> None:
@@ -92,6 +94,7 @@ def save_source(manifest: Manifest, folders: list[OpenFolder], *, verify: bool =
         manifest.extra,
         manifest.composition,
         read_box=saved.read_box,
+        run=manifest.run,
         void={
             name: f"format {manifest.format}: {unit}"
             for name in manifest.leaves

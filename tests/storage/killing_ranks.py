@@ -135,6 +135,7 @@ def local_at_requests(root: Path, victim: int) -> None:
         return lambda rank, step: fds.save(dir, state(step), step, None, {"calls": calls}, keep=1, local=True)
 
     assert ends(two_ranks(root / "meeting", saves(1))) == [0, 0]
+    check(dir, 1, 1, 40, local=True)  # processes that are forked from here go on with this run
     for n in moments(root, victim, saves(2))[victim::2]:  # both do the same, so each is killed at every second of them
         shutil.rmtree(dir)
         assert ends(two_ranks(root / "meeting", saves(1))) == [0, 0]

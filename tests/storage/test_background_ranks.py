@@ -14,6 +14,7 @@ from fds.errors import RankError, StorageError
 from fds.storage import background
 from fds.storage.disk import folders
 from fds.storage.format import manifest
+from fds.storage.ranks import draft
 from fds.storage.ranks.exchange import Ranks
 from tests import ranks
 from tests.bits import assert_same_bits, snapshot
@@ -132,9 +133,9 @@ def test_an_agreement_that_fails_begins_nothing(tmp_path, topology):
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_rank_that_cannot_begin_is_an_error_on_all(tmp_path, which, monkeypatch):
     topology = TOPOLOGIES["stage 1"]
-    plain_lock, plain_begin = background.lock_file, background.Draft.begin
+    plain_lock, plain_publish = background.lock_file, draft.publish
 
-    def fail(draft=None):
+    def fail():
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def body():
@@ -148,9 +149,8 @@ def test_a_rank_that_cannot_begin_is_an_error_on_all(tmp_path, which, monkeypatc
     mine = f"rank{which}.lock"
     monkeypatch.setattr(background, "lock_file", lambda path: fail() if path.name == mine else plain_lock(path))
     if which == 0:
-        leads = lambda draft: draft.tag == "two" and draft.ranks.index == 0
-        begin_one = lambda draft, stack: fail() if leads(draft) else plain_begin(draft, stack)
-        monkeypatch.setattr(background.Draft, "begin", begin_one)
+        publish = lambda dir, tag, *more, **kw: fail() if tag == "two" else plain_publish(dir, tag, *more, **kw)
+        monkeypatch.setattr(draft, "publish", publish)
     (what,) = set(topology.run(body))
     assert what.startswith(f"rank {which}: ")
     monkeypatch.undo()

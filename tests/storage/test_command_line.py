@@ -67,10 +67,10 @@ def cells(out):
 def test_a_run_is_listed_by_its_tags(run, capsys):
     code, out, _ = called(capsys, "show", run)
     header, one, two, last = cells(out)
-    assert code == 0 and header == ["tag", "calls", "saved", "bytes"] and last == ["latest:", "step00000002"]
+    assert code == 0 and header == ["tag", "calls", "saved", "bytes", "run"] and last == ["latest:", "step00000002"]
     assert one[:2] == ["step00000001", "1"] and two[:2] == ["step00000002", "2"]
-    saved = json.loads((run / "step00000002" / "manifest.json").read_text())["saved"]
-    assert two[2] == saved and two[-1] == "kB"
+    record = json.loads((run / "step00000002" / "manifest.json").read_text())
+    assert two[2] == record["saved"] and two[-2:] == ["kB", record["run"]] and one[-1] == two[-1]
 
 
 def test_a_save_is_shown_leaf_by_leaf(run, capsys):
@@ -79,7 +79,7 @@ def test_a_save_is_shown_leaf_by_leaf(run, capsys):
         code, out, err = called(capsys, "show", place, *arguments)
         assert code == 0 and not err
         lines = cells(out)
-        assert out.startswith(f"{run / 'step00000001'}\n") and "  adamw(lr=0.1)" in out.splitlines()
+        assert out.startswith(f"{run / 'step00000001'}\nrun ") and "  adamw(lr=0.1)" in out.splitlines()
         assert any(words[:2] == ["params.w", "float32"] and "rank0 rank1" in " ".join(words) for words in lines)
         assert any(words[:4] == ["params.b", "bfloat16", "(3,)", "rank0"] for words in lines)
         totals = {words[0]: " ".join(words[1:]) for words in lines if words and words[-1] == "kB"}
@@ -173,7 +173,7 @@ def test_a_damaged_manifest_is_a_fault_and_a_missing_save_is_refused(run, capsys
     assert code == 1 and f"{run}:step00000001: whole\n" in out
     code, out, _ = called(capsys, "show", run)
     assert code == 0 and "manifest" in out
-    rewrite(run / "step00000001", lambda record: {**record, "format": 4})
+    rewrite(run / "step00000001", lambda record: {**record, "format": 5})
     assert "another format version" in verify(run, "step00000001")[0]
     for arguments in ([run, "step00000003"], [run / "nowhere"]):
         with pytest.raises(StorageError, match="there is no save"):

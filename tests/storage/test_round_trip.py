@@ -120,7 +120,7 @@ def test_other_programs_can_read_a_save(tmp_path):
     tensors = load_file(folder / "rank0.safetensors")
     assert_same_bits(tensors, tree.paths(state))
     record = json.loads((folder / "manifest.json").read_text())
-    assert (record["format"], record["calls"], record["tag"]) == (3, 5, "step00000005")
+    assert (record["format"], record["calls"], record["tag"]) == (4, 5, "step00000005")
     assert record["torch"] == torch.__version__ and record["composition"] == ["'adamw(0.1)'"]
     assert record["extra"] == {"position": 7}
     whole = (folder / "rank0.safetensors").read_bytes()

@@ -85,8 +85,8 @@ def reports_folder(dir: Path) -> Path:
 def publish(dir: Path, tag: str, keep: int | None = None, *, stays: bool = False) -> Iterator[Path]:
     """Yield an empty folder to write into, and publish it as `tag` of `dir` when the block ends without an error.
 
-    Then, if `keep` is given, all unnamed saves but the newest `keep` are removed, and so is the replaced folder, unless
-    it `stays` until `forget`. The block may end in another thread.
+    Then, if `keep` is given, all unnamed saves of its run but the newest `keep` are removed, and so is the replaced
+    folder, unless it `stays` until `forget`. The block may end in another thread.
 
     Raises `StorageError` for errors of the file system, for another running save, for a folder under the tag that is
     not a save, and for a link in place of a folder. After any error, other tags and `latest` are unchanged, unless the
@@ -126,7 +126,7 @@ def publish(dir: Path, tag: str, keep: int | None = None, *, stays: bool = False
 
 
 def forget(dir: Path, tag: str, keep: int | None) -> None:
-    """Remove what `tag` replaced and, if `keep` is given, all unnamed saves but the newest `keep`.
+    """Remove what `tag` replaced and, if `keep` is given, all unnamed saves of its run but the newest `keep`.
 
     Raises `StorageError`.
     """
@@ -173,13 +173,13 @@ def _is_unnamed(tag: str) -> bool:
 def _outdated(dir: Path, tag: str, keep: int, before: str = "") -> list[Path]:
     """Return the folders of unnamed saves but this one and the newest others, of which `before` is the newest.
 
-    Folders that cannot be read, or hold other files than a save, are left out.
+    Folders that cannot be read, hold other files than a save, or are of another run are left out.
     """
-    ages = dict[str, tuple[bool, str]]()
+    ages, runs = dict[str, tuple[bool, str]](), (None, manifest.run_of(dir / tag))
     for other in filter(_is_unnamed, set(tags(dir)) - {tag}):
         with contextlib.suppress(StorageError):
-            if not _not_a_save(dir / other):
-                ages[other] = (other == before, manifest.read_manifest(dir / other).saved)
+            if not _not_a_save(dir / other) and (found := manifest.read_manifest(dir / other)).run in runs:
+                ages[other] = (other == before, found.saved)
     dead = sorted(ages, key=ages.__getitem__)[: max(len(ages) + _is_unnamed(tag) - keep, 0)]
     return [folder for other in dead for folder in (*_replaced(dir, other), dir / other)]
 

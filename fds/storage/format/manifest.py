@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -81,6 +82,7 @@ class Manifest:
     torch: str  # version that wrote it
     tag: str
     saved: str  # time, ISO 8601 in UTC; the same on all ranks
+    run: str | None = attrs.field(default=None, kw_only=True)  # its id; older versions wrote none
     calls: int
     part: tuple[int, int] | None  # rank and number of ranks with `local`; None for a save of all ranks
     composition: tuple[str, ...]  # the transforms as text, for people
@@ -159,12 +161,23 @@ def read_manifest(folder: Path | OpenFolder) -> Manifest:
 
 def saved_at(folder: Path) -> str:
     """Return the time of a save, reading only the beginning of its manifest. Raises `OSError`, `ValueError`."""
-    with open(open_regular(folder / NAME, os.O_RDONLY), "rb") as file:
-        head = file.read(HEAD_BYTES).decode(errors="replace")
-    found = re.search(r'^ "saved": "([^"]{1,40})",$', head, re.MULTILINE)
+    found = re.search(r'^ "saved": "([^"]{1,40})",$', _head(folder), re.MULTILINE)
     if found is None:
         raise ValueError("the manifest does not begin as one that a save writes")
     return found[1]
+
+
+def run_of(folder: Path) -> str | None:
+    """Return the id of a save's run, from the beginning of its manifest if it is there; None if it cannot be read."""
+    with contextlib.suppress(OSError, StorageError):
+        found = re.search(r'^ "run": "([0-9a-f]{32})",$', _head(folder), re.MULTILINE)
+        return read_manifest(folder).run if found is None else found[1]
+    return None
+
+
+def _head(folder: Path) -> str:
+    with open(open_regular(folder / NAME, os.O_RDONLY), "rb") as file:
+        return file.read(HEAD_BYTES).decode(errors="replace")
 
 
 def checked_extra(extra: Any) -> dict[str, Any]:
@@ -213,7 +226,14 @@ def _check_json(value: Any, path: str, depth: int = 0) -> None:
 
 
 def check_manifest(manifest: Manifest, where: str = "") -> None:
-    """Raise `StorageError` for file names, dtypes or chunks in a manifest that no save writes."""
+    """Raise `StorageError` for a run, file names, dtypes or chunks in a manifest that no save writes."""
+    if manifest.run is not None and not re.fullmatch("[0-9a-f]{32}", manifest.run):
+        raise StorageError(
+            "not the id of a run",
+            where=f"{where}run",
+            got=repr(manifest.run)[:80],
+            want="null, or 32 digits in hexadecimal",
+        )
     for name, file in manifest.files.items():
         if not re.fullmatch(r"\w[\w-]{0,99}\.safetensors", name, re.ASCII):
             raise StorageError(

@@ -19,6 +19,7 @@ from torch import Tensor
 from fds.errors import StorageError
 from fds.state import State
 from fds.step import Step
+from fds.storage.disk import runs
 from fds.storage.disk.extents import span_of
 from fds.storage.disk.folders import checked_tag, forget, latest_known, publish, unpublished
 from fds.storage.disk.hosting import on_host, record_event
@@ -49,12 +50,14 @@ class Draft:
         versions: of each part's tensor when the save began: torch's count of in-place writes.
         reached: the CUDA event after which the parts are computed; None on the CPU.
         local: whether each rank writes what it holds to a directory of its own.
+        take_over: whether another run may have saved here.
     """
 
     dir: Path
     folder: Path
     tag: str
     saved: str
+    run: str
     calls: int
     composition: tuple[str, ...]
     extra: dict[str, Any]
@@ -63,6 +66,7 @@ class Draft:
     ranks: Ranks
     keep: int | None
     local: bool
+    take_over: bool
     versions: dict[str, int]
     reached: torch.cuda.Event | None
 
@@ -79,6 +83,7 @@ class Draft:
         keep: int | None,
         tag_validation: TagValidation,
         local: bool,
+        take_over: bool,
     ) -> Draft:
         """Return the draft of a save by the function named `doing`; all ranks call it.
 
@@ -107,17 +112,19 @@ class Draft:
             parts, extra, calls = parts_of(state, ranks), checked_extra(extra), int(state.calls)
             tag = f"step{calls:08d}" if tag is None else checked_tag(tag)
             check_writable({name: part.tensor for name, part in parts.items()})
-            same = {"calls made": str(calls), "options": f"keep={keep}, local={local}", **agreement(parts, ranks)}
+            options = f"keep={keep}, local={local}, take_over={take_over}"
+            same = {"calls made": str(calls), "options": options, **agreement(parts, ranks)}
             same = same if local else {"directory": str(dir), **same}
-            exchange.mine = [tag, _new_time(directory(path, ranks, local)), same]
-        ranks.check_equal([same for _, _, same in exchange.all])
-        tag = _common_tag([tag for tag, _, _ in exchange.all], tag_validation, ranks)
+            exchange.mine = [tag, _new_time(directory(path, ranks, local)), runs.run_to_save(path), same]
+        ranks.check_equal([same for *_, same in exchange.all])
+        tag = _common_tag([tag for tag, *_ in exchange.all], tag_validation, ranks)
         union = AllLeaves.of(parts, ranks)
         return cls(
             directory(path, ranks, local),
             directory(checked_path(dir, "dir"), ranks, local) / tag,
             tag,
             exchange.all[0][1],
+            exchange.all[0][2],
             calls,
             tuple(map(repr, step.composition)),
             extra,
@@ -126,6 +133,7 @@ class Draft:
             ranks,
             keep,
             local,
+            take_over,
             {name: _version(part.tensor) for name, part in parts.items()},
             record_event(part.tensor for part in parts.values()),
         )
@@ -136,9 +144,16 @@ class Draft:
         return self.local or self.ranks.index == 0
 
     def begin(self, saving: contextlib.ExitStack) -> None:
-        """Create the folder to write into, on the leading rank. Raises `StorageError`."""
-        if self.leads:
-            saving.enter_context(publish(self.dir, self.tag, None if self.local else self.keep, stays=self.local))
+        """Create the folder to write into, on the leading rank. Raises `StorageError`, for another run's directory too.
+
+        All ranks call it. With the lock, or two runs that begin here at once would both be the first.
+        """
+        with self.ranks.together():
+            if self.leads:
+                saving.enter_context(publish(self.dir, self.tag, None if self.local else self.keep, stays=self.local))
+                if not self.take_over:
+                    runs.check_save(self.dir, self.run)
+        runs.remember(self.dir.parent if self.local else self.dir, self.run)
 
     def write(self, write: Write) -> RankRecord:
         """Write this rank's share and return its record. Raises `OSError`, and `StorageError`."""
@@ -204,6 +219,7 @@ class Draft:
             files,
             leaves,
             self.extra,
+            run=self.run,
         )
         manifests.check_manifest(manifest)
         return manifest

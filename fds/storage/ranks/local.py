@@ -18,6 +18,7 @@ from fds.collectives import fingerprint
 from fds.errors import StorageError
 from fds.storage.disk.folders import latest, tags, versions
 from fds.storage.disk.open_folder import OpenFolder
+from fds.storage.disk.runs import check_load
 from fds.storage.format import boxes
 from fds.storage.format.manifest import Chunk, Manifest, read_manifest
 from fds.storage.ranks.draft import directory
@@ -28,7 +29,7 @@ SaveId = tuple[str, str]  # tag and time
 SaveParts = list[tuple[Path, Manifest]]  # the folders of one save, and their manifests
 
 
-def opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
+def opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over: bool) -> Source:
     """Open the save under a tag, by default the last that all ranks have; all of them call this.
 
     A save of which the parts of all ranks are visible is preferred, because it is complete.
@@ -61,6 +62,8 @@ def opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
                     "the save was replaced while it was being opened", where=str(folder.path), hint="load again"
                 )
             _check_parts_agree(manifest, manifests[0], str(folder.path), str(held[0].path))
+        if not take_over:
+            check_load(dir, held[0].path, manifests[0].run)
         merged, exchange.mine = _merge(manifests), _common_texts(manifests[0])
     ranks.check_equal(exchange.all)
     return save_source(merged, held, verify=verify)
@@ -99,7 +102,13 @@ def _common_texts(manifest: Manifest) -> dict[str, str]:
     leaves = {f"leaf {name} of the save": str(leaf) for name, leaf in manifest.leaves.items()}
     count = f"{len(leaves)}, {fingerprint(sorted(leaves))}"
     ranks = str((manifest.part or (0, 1))[1])
-    return {"calls of the save": str(manifest.calls), "ranks of the save": ranks, "leaves of the save": count, **leaves}
+    return {
+        "run of the save": str(manifest.run),
+        "calls of the save": str(manifest.calls),
+        "ranks of the save": ranks,
+        "leaves of the save": count,
+        **leaves,
+    }
 
 
 def _check_parts_agree(manifest: Manifest, first: Manifest, where: str, there: str) -> None:
