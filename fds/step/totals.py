@@ -191,7 +191,8 @@ def _same_loss(computed: Tensor, loss: Tensor, count: int, everyone: Axis) -> Te
     """
     groups = computed.view(-1, count)
     first = groups[:, :1]
-    bound = _ROUNDING * torch.maximum(groups.abs(), first.abs()).clamp(min=_ROUNDING)
+    rounding = max(_ROUNDING, 2 * torch.finfo(loss.dtype).eps)  # a loss of 16 bits is one of its few numbers
+    bound = rounding * torch.maximum(groups.abs(), first.abs()).clamp(min=_ROUNDING)
     differs = ~((groups == first) | (groups.isnan() & first.isnan()) | ((groups - first).abs() <= bound))
     if loss.device.type != "cpu":
         return torch.where(differs.any(), torch.nan, loss)

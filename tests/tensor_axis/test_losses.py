@@ -96,11 +96,20 @@ def test_losses_that_are_not_numbers_alike_are_not_refused(value):
         assert torch.allclose(loss, torch.tensor(value), equal_nan=True)
 
 
-@pytest.mark.parametrize(("other", "refused"), [(1 + 2.0**-20, False), (1 + 2.0**-10, True)])
-def test_losses_may_differ_by_rounding(other, refused):
+@pytest.mark.parametrize(
+    ("other", "dtype", "refused"),
+    [
+        (1 + 2.0**-20, torch.float32, False),
+        (1 + 2.0**-10, torch.float32, True),
+        (1 + 2.0**-10, torch.float16, False),  # the next number
+        (1 + 2.0**-7, torch.bfloat16, False),  # the next number
+        (1 + 2.0**-5, torch.bfloat16, True),
+    ],
+)
+def test_losses_may_differ_by_rounding(other, dtype, refused):
     def job():
         axis = fds.mesh(tp=2)["tp"]
-        totals = Totals(torch.tensor(1.0 if axis.index == 0 else other), 1, count=1)
+        totals = Totals(torch.tensor(1.0 if axis.index == 0 else other, dtype=dtype), 1, count=1)
         call = lambda: agree(totals, None, {}, axis, None, calls=0, repeats=(axis.index, 2))
         if refused:
             with pytest.raises(LossError, match=SAID):
