@@ -11,8 +11,10 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -131,6 +133,35 @@ def through_rows(layer: Piece, x: Tensor, weight: Tensor, bias: Tensor | None) -
         return F.linear(x, weight, bias)
     y = region.rows(x, weight, layer.cut, run=layer.run)
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def is_product(module: nn.Module) -> bool:
+    """Say whether a module is an `nn.Linear`, or one of a class of its own whose forward computes the same.
+
+    That is tried: with a small weight and bias, in training and in evaluation.
+    """
+    if not isinstance(module, nn.Linear) or isinstance(module, Piece):
+        return False
+    if type(module) is nn.Linear:
+        return True
+    own = module._parameters  # pyright: ignore[reportPrivateUsage]
+    if own.keys() != {"weight", "bias"} or any(module.children()) or module.weight.dim() != 2:
+        return False
+    num_out, num_in = 3, 5
+    x, w, b = (torch.arange(1.0, 1 + n) ** 0.5 for n in (4 * num_in, num_out * num_in, num_out))
+    x, w, b = x.view(2, 2, num_in).sin(), w.view(num_out, num_in).cos(), b if own["bias"] is not None else None
+    small = copy.copy(module)
+    small.__dict__ |= {"_parameters": {"weight": w, "bias": b}, "in_features": num_in, "out_features": num_out}
+    for small.training in (True, False):
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                y = small.forward(x)
+        except Exception:  # whatever it needs, it is more than a product
+            return False
+        want = F.linear(x, w, b)
+        if not isinstance(y, Tensor) or y.shape != want.shape or not torch.allclose(y, want):
+            return False
+    return True
 
 
 def lengths(parts: int | tuple[int, ...], whole: int, where: str) -> tuple[int, ...]:

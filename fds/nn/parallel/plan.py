@@ -18,7 +18,7 @@ from fds.errors import ComposeError, did_you_mean, is_a, is_int
 from fds.nn.parallel import checking
 from fds.nn.parallel.dropout import DrawsOfAll
 from fds.nn.parallel.embedding import ColumnEmbedding, VocabEmbedding
-from fds.nn.parallel.linear import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear, lengths
+from fds.nn.parallel.linear import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear, is_product, lengths
 from fds.nn.parallel.multihead import PartAttention
 from fds.nn.parallel.region import Region
 from fds.nn.parallel.self_attention import SelfAttention
@@ -129,10 +129,10 @@ class Vocab(Part):
     def dims(self, module: nn.Module, path: str) -> Dims:
         """Divide the vocabulary."""
         if isinstance(module, nn.Embedding):
-            if type(module) not in (nn.Embedding, VocabEmbedding) or module.scale_grad_by_freq:
+            if module.scale_grad_by_freq:
                 raise _unfit(module, path, "vocab", "an nn.Embedding without scale_grad_by_freq")
             return {"weight": (0, (module.num_embeddings,))}
-        if type(module) not in (nn.Linear, ColumnLinear):
+        if not isinstance(module, nn.Linear):
             raise _unfit(module, path, "vocab", "an nn.Embedding, or the nn.Linear of a head")
         return Column().dims(module, path)
 
@@ -375,11 +375,11 @@ def _check_parts(name: str, parts: Any) -> None:
 
 def _dim_of_outputs(module: nn.Module, path: str, name: str) -> int:
     """Return the dim of a linear layer's weight along which its outputs lie."""
-    if type(module) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear, ColumnLinear, RowLinear):
+    if type(module) in (ColumnLinear, RowLinear) or is_product(module):
         return 0
     if _is_conv1d(module):
         return 1
-    raise _unfit(module, path, name, "an nn.Linear, or the Conv1D of transformers")
+    raise _unfit(module, path, name, "an nn.Linear, what computes the same, or the Conv1D of transformers")
 
 
 def _unfit(module: nn.Module, path: str, name: str, want: str) -> ComposeError:
@@ -396,7 +396,15 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _become(module: Any, kind: type[nn.Module]) -> None:
-    module.__class__ = kind
+    """Change the class of a copy; what a class of the user's has beside `forward` stays.
+
+    An embedding's own forward stays too: its `super().forward`, or its lack of one, is the lookup in pieces.
+    """
+    before = type(module)
+    if before.__module__.startswith(("torch.", "fds.")) or _is_conv1d(module):
+        module.__class__ = kind
+    else:
+        module.__class__ = type(before.__name__, (before, kind) if kind is VocabEmbedding else (kind, before), {})
 
 
 def _join(module: Any, region: Region, *, run: str | None, gather: bool = False, cut: tuple[int, ...] = ()) -> None:
