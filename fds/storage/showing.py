@@ -53,8 +53,6 @@ def run(dir: Path) -> Iterator[RenderableType]:
 def save(source: Source) -> Iterator[RenderableType]:
     """Yield the contents of a save: its composition, its leaves, totals, and the user's extra."""
     yield escaped(source.where)
-    if source.run is not None:
-        yield f"run {source.run}"
     if source.composition:
         yield "\ncomposition:\n" + "\n".join(f"  {escaped(one)}" for one in source.composition)
     rows = [[name, leaf.dtype, shape(leaf), files(leaf)] for name, leaf in source.leaves.items()]

@@ -79,7 +79,7 @@ def test_a_save_is_shown_leaf_by_leaf(run, capsys):
         code, out, err = called(capsys, "show", place, *arguments)
         assert code == 0 and not err
         lines = cells(out)
-        assert out.startswith(f"{run / 'step00000001'}\nrun ") and "  adamw(lr=0.1)" in out.splitlines()
+        assert out.startswith(f"{run / 'step00000001'}\n") and "  adamw(lr=0.1)" in out.splitlines()
         assert any(words[:2] == ["params.w", "float32"] and "rank0 rank1" in " ".join(words) for words in lines)
         assert any(words[:4] == ["params.b", "bfloat16", "(3,)", "rank0"] for words in lines)
         totals = {words[0]: " ".join(words[1:]) for words in lines if words and words[-1] == "kB"}
