@@ -132,7 +132,7 @@ def hold(n: int) -> list[int]:
         a.start_reduce_scatter(whole[a.index * n : (a.index + 1) * n], whole).wait()
         a.start_reduce_scatter(out, whole).wait()
         a.start_all_reduce(whole).wait()
-    return [len(memory) for memory in a.link.scratch.free]
+    return [len(memory) for memory in a._link.scratch.free]
 
 
 def test_scratch_is_what_was_in_use_at_once():

@@ -242,9 +242,7 @@ def test_slices_are_refused(stage):
     fds.simulate(run, 2)
 
 
-@pytest.mark.parametrize(
-    "more", [fds.clip_by_value(1.0), fds.clip_by_global_norm(1.0), fds.offload(moments="host")], ids=str
-)
+@pytest.mark.parametrize("more", [fds.clip_by_value(1.0), fds.offload(moments="host")], ids=str)
 def test_what_needs_whole_gradients_is_refused(more):
     def run():
         with pytest.raises(ComposeError, match="zero_one_adam"):

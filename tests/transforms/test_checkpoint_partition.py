@@ -193,7 +193,7 @@ def test_messages_are_one_gather_a_layer_and_begin_one_layer_ahead():
 
         class Watched(nn.Module):
             def forward(self, x):
-                log.append(channel.link.count)
+                log.append(channel._link.count)
                 return x.sin()
 
         axis = fds.mesh(tp=-1)["tp"]
@@ -203,7 +203,7 @@ def test_messages_are_one_gather_a_layer_and_begin_one_layer_ahead():
         state, batch = step.init(loss.init, key=0), (torch.ones(2, 3), torch.ones(2))
         state, _ = step(state, batch)
         log.clear()
-        before = channel.link.count
+        before = channel._link.count
         log_messages = fds.messages(every=1)
         with log_messages(state):
             step(state, batch)
@@ -222,9 +222,9 @@ def test_a_layer_of_several_inputs_has_each_gathered_once():
         step = fds.compose(fds.checkpoint_activations(partition=fds.mesh(tp=-1)["tp"]), fds.sgd(0.1))(loss)
         state, batch = step.init(loss.init, key=0), (torch.ones(2, 3), torch.ones(2))
         state, _ = step(state, batch)  # in which ranks compare
-        before = step.layer[0].axis.link.count
+        before = step.layer[0].axis._link.count
         step(state, batch)
-        return step.layer[0].axis.link.count - before
+        return step.layer[0].axis._link.count - before
 
     assert fds.simulate(body, 2) == [1 + 3 * 2] * 2
 

@@ -255,7 +255,7 @@ def test_messages_travel_beside_products(name, frozen, forward, backward):
 
     def order() -> list[str]:
         axis, events = c.mesh(tp=-1)["tp"], Events()
-        axis = attrs.evolve(axis, link=Watched(axis.link, events))
+        axis = attrs.evolve(axis, link=Watched(axis._link, events))
         x, ws, bs = example.leaves(axis)
         with events:
             (y,) = example.outputs(axis, x, ws, bs, True)
