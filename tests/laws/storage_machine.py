@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -248,7 +249,8 @@ class Programs(RuleBasedStateMachine):
         self.kept.pop(tag, None)
         self.kept[tag] = kept
         self.latest, self.clean = tag, True
-        for old in list(self.kept)[: -keep if keep else 0]:
+        unnamed = [name for name in self.kept if re.fullmatch(r"step\d{8,}", name)]
+        for old in unnamed[: -keep if keep else 0]:
             del self.kept[old]
 
     def interrupted(self, act, save: Callable, tag, keep, extra) -> tuple[list[BaseException | None], list[str]]:
