@@ -229,6 +229,12 @@ INTENDED = (
         f"{_PEERS}test_sums_in_float32_at_stage_2_are_those_of_stage_3_and_deepspeed_has_none",
     ),
     ListedDifference(
+        "stage 1 in bfloat16 with `grad_accum_dtype` float32 and `offload_optimizer` to the CPU: gradients are not "
+        "added among the ranks",
+        "they are, wherever the optimizer's state lives",
+        f"{_PEERS}test_offloaded_sums_in_float32_at_stage_1_are_added_among_ranks_and_deepspeeds_are_not",
+    ),
+    ListedDifference(
         "stages 2 and 3 in bfloat16 with float32 messages: what arrives is rounded before it is added to the sum",
         "it is added as it arrived",
         f"{_PEERS}test_float_messages_are_added_unrounded_to_sums_in_bfloat16",

@@ -56,6 +56,8 @@ STAIRS = schedule(
 )
 RANGE = schedule("LRRangeTest", lr_range_test_min_lr=LR / 8, lr_range_test_step_size=5)
 BF16 = {"bf16": {"enabled": True}}
+# torch's Adam, for DeepSpeed's own is compiled first
+OFFLOADED = {"data_types": {"grad_accum_dtype": "fp32"}, "zero_force_ds_cpu_optimizer": False}
 BOUND = 1.4  # of the norms here some are above it and some below: Adam would not see a factor that stays
 UNTESTED = {"zero_allow_untested_optimizer": True}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}, **UNTESTED}
@@ -137,6 +139,7 @@ CASES: dict[str, dict[str, Any]] = {
     "1 bf16": case(1, BF16),
     "1 bf16 clip accumulate": case(1, BF16, CYCLE, clip=BOUND, micro=4),
     "1 bf16 float sums": case(1, BF16, micro=4, data_types={"grad_accum_dtype": "fp32"}),
+    "1 bf16 float sums offloaded": case(1, BF16, zero(1, offload_optimizer={"device": "cpu"}), OFFLOADED, micro=4),
     "1 bf16 float messages": case(1, BF16, micro=4, communication_data_type="fp32"),
     "2 bf16": case(2, BF16),
     "2 bf16 sums": case(2, BF16, micro=4),
