@@ -221,7 +221,8 @@ def test_in_a_terminal_of_ascii_a_report_is_lines():
 def test_extras_are_advised_by_their_packages_since_the_fds_of_pypi_is_another_project(tmp_path, monkeypatch):
     monkeypatch.setattr(software, "version", lambda package: "not installed")
     advice = [found.advice for found in software.software(QUICK(tmp_path)) if found.what.startswith("fds[")]
-    assert [words.split(": ")[-1] for words in advice] == ["pip install matplotlib", "pip install hjson"]
+    packages = ["matplotlib", "hjson", "tensorboard", "wandb", "comet_ml"]
+    assert [words.split(": ")[-1] for words in advice] == [f"pip install {package}" for package in packages]
 
 
 def test_the_interpreter_of_python_is_named(tmp_path):

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import rich.console
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fds
 from fds.display import read_log
@@ -23,6 +22,8 @@ def table(folder, tag):
 
 
 def scalars(folder, tag):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     found = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     return [(event.step, event.value) for event in found.Scalars(tag)]
 
