@@ -5,7 +5,7 @@ from fds.step.call import Call
 from fds.step.checks.agreement import same_composition
 from fds.step.composition import Composition, Transform, compose, transform
 from fds.step.describe import Description
-from fds.step.evaluation import evaluate
+from fds.step.evaluation import evaluate, seen_parameters
 from fds.step.execution import Executor, InTurn, LocalGradients, Microbatch, Pass, PassResult
 from fds.step.filling import fill, first_call_compared
 from fds.step.gradients import Gradients, Measure, global_norm
@@ -100,6 +100,7 @@ __all__ = [
     "profiled",
     "rows",
     "same_composition",
+    "seen_parameters",
     "transform",
     "whole",
 ]

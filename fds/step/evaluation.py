@@ -19,6 +19,7 @@ from fds.step.checks.agreement import same_batch, same_composition
 from fds.step.checks.state_check import graphless, usable
 from fds.step.execution import Pass
 from fds.step.parameters import Parameters, open_parameters
+from fds.step.pool import Pool
 from fds.step.residency.deferred import deferred, hear
 from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import same_metrics
@@ -177,6 +178,26 @@ def _rounds(batches: Iterator[Any], everyone: Axis | None, *, together: bool) ->
                 hint="ranks of a pipeline, or of a tensor or sequence axis, evaluate together",
             )
         yield batch
+
+
+@graphless
+def seen_parameters(step: Stations, state: State) -> Any:
+    """Return all parameters as the loss sees them in an evaluation, whole and through the views; all ranks call it."""
+    same_composition(step)
+    usable(state, "seen_parameters")
+    structure, parts = step.held_by(state)
+    residency = deferred(step.place.residency, step.everyone)
+    masters = step.masters(structure, parts, state.step.device, residency)
+    params = open_parameters(step.gather, step.shard, structure, masters, Pool(), train=False, order=None)
+    setting = step.settings(step.call(state, training=False), state.buffers, 1)[0]
+    stations = step.microbatch(step.eval_loss, structure)
+    with (
+        chosen_kernels(step),
+        stations.opened(params.tree, (), setting, "values given to views", plain=True) as (seen, _),
+    ):
+        found = tree.map(torch.clone, seen)
+    hear(residency, step.everyone)
+    return step.dimensions.collect(found)
 
 
 def _local(step: Stations, state: State) -> Local:

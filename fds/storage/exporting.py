@@ -22,7 +22,7 @@ from fds.collectives import mesh
 from fds.errors import StorageError, did_you_mean
 from fds.layout import Sharded
 from fds.state import State
-from fds.step import Step
+from fds.step import Step, seen_parameters
 from fds.storage.disk.extents import in_memory
 from fds.storage.disk.paths import checked_path
 from fds.storage.disk.placing import INDEX, replace_files, write_errors
@@ -34,9 +34,10 @@ from fds.storage.format.tensors import CODES, DTYPES, as_bytes, check_writable, 
 from fds.storage.opening import open_source
 from fds.storage.ranks.all_leaves import AllLeaves, agreement
 from fds.storage.ranks.exchange import Ranks
-from fds.storage.ranks.leaf_parts import parts_of
-from fds.storage.ranks.sharing import LeafPiece, own
+from fds.storage.ranks.leaf_parts import LeafPart, parts_of
+from fds.storage.ranks.sharing import LeafPiece, all_held, own
 from fds.storage.versions import parsed
+from fds.tree import paths
 
 Pieces = Iterable[tuple[str, int, Tensor]]  # key path, first element, elements (length,)
 
@@ -50,6 +51,7 @@ def export_weights(
     tag: str | None = None,
     tree: str = "params",
     max_shard_bytes: int = 5_000_000_000,
+    view: bool = False,
 ) -> list[Path]:
     """Write parameters and module buffers as Hugging Face safetensors, and return the files.
 
@@ -68,16 +70,26 @@ def export_weights(
         tag: which save of a directory; by default the last.
         tree: the key path of the tree to export: "slots.ema" for averages in place of the parameters.
         max_shard_bytes: the most bytes of tensors in one file of a directory, unless one tensor is larger.
+        view: write what the loss sees of the parameters of a state when it is evaluated, through the views of its
+            `step`: rounded or pruned. Then every rank has all of them in memory, and the first one writes.
 
     Raises `StorageError` for what cannot be read or written, on every rank if on any; existing files are then
     unchanged. Raises `DonatedStateError` for a donated state, `RankError` if a rank is lost.
     """
     _check_options(dtype, max_shard_bytes)
     to = checked_path(path, "path")
+    if view and (step is None or not isinstance(source, State) or tree != "params"):
+        raise StorageError(
+            "what the loss sees is known of the parameters of a state with its step",
+            where="view",
+            got=f"tree={tree!r:.40}" if tree != "params" else "no step" if isinstance(source, State) else "a directory",
+            want="export_weights(state, path, step=step, view=True)",
+            hint="state, _ = fds.load(dir, step, params); averages: attrs.evolve(state, params=state.slots['ema'])",
+        )
     if isinstance(source, State):
         if tag is not None:
             raise StorageError("a state has no tags", where="export_weights", got=f"tag={tag!r:.40}", want="no tag")
-        return _export_state(source, to, dtype, step, tree, max_shard_bytes)
+        return _export_state(source, to, dtype, step, tree, max_shard_bytes, view=view)
     if step is not None:
         raise StorageError(
             "a saved run is exported by one process, without a step",
@@ -112,7 +124,14 @@ def _check_options(dtype: Any, max_shard_bytes: Any) -> None:
 
 
 def _export_state(
-    state: State, path: Path, dtype: torch.dtype | None, step: Step | None, tree: str, max_shard_bytes: int
+    state: State,
+    path: Path,
+    dtype: torch.dtype | None,
+    step: Step | None,
+    tree: str,
+    max_shard_bytes: int,
+    *,
+    view: bool,
 ) -> list[Path]:
     if step is None:
         _check_whole_state(state)
@@ -128,10 +147,15 @@ def _export_state(
             "dtype": str(dtype),
             "tree": repr(tree),
             "size of a file": str(max_shard_bytes),
+            "view": str(view),
             **agreement(parts, ranks),
         }
     ranks.check_equal(exchange.all)
-    union = AllLeaves.of(parts, ranks)
+    if view:
+        assert step is not None
+        seen = paths({"params": seen_parameters(step, state), "buffers": step.dimensions.collect(state.buffers)})
+        parts = {name: LeafPart(x, tuple(x.shape)) for name, x in seen.items()}
+    union = AllLeaves.of(parts, Ranks() if view else ranks)
     with ranks.together():
         export = Export.of(union.leaves, path, dtype, tree, max_shard_bytes)
     mine = {name: part for name, part in parts.items() if name in export.places}
@@ -139,7 +163,7 @@ def _export_state(
         with ranks.together() as exchange:
             exchange.mine = str(publishing.enter_context(export.publishing())) if ranks.index == 0 else ""
         with ranks.together(), write_errors(export.folder):
-            pieces = own(mine, union, ranks)
+            pieces = own(mine, union, ranks) if not view else all_held(mine) if ranks.index == 0 else []
             export.write(Path(exchange.all[0]), _consecutive(pieces, union))
         with ranks.together():
             publishing.close()  # the files get their names
