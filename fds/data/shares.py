@@ -79,15 +79,15 @@ class Shares:
 
 
 def stacked(rows: list) -> Any:
-    """Return rows as a batch, of which torch stacks the tensors. Raises `DataError` for rows of different shapes."""
+    """Return rows as a batch, of which torch stacks the tensors. Raises `DataError` for rows that cannot be."""
     try:
         return default_collate(rows)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, KeyError) as error:
         raise DataError(
             "the rows of a batch cannot be stacked",
             where="collate",
-            got=str(error)[:200],
-            want="rows whose tensors have one shape",
+            got=f"{type(error).__name__}: {error}"[:200],
+            want="rows of tensors, numbers and text, alike in keys and shapes",
             hint="collate=f, where f(rows) pads them; fds.data.per_microbatch(f, n) does each microbatch by itself",
         ) from error
 

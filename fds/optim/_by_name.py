@@ -245,6 +245,14 @@ class _Groups:
                     want="the name of a parameter, with * for any part of it",
                     hint="; ".join(filter(None, (near, several * bool(names)))),
                 )
+            if not any(self.index(name) == self.groups[key] for name in names if self._takes(key, name)):
+                raise OptimizerError(
+                    "by_name: earlier patterns take every parameter that this one matches",
+                    where=_shown(key),
+                    got=", ".join(map(_shown, self.groups)),
+                    want="what is special before what is general",
+                    hint='"*" comes last',
+                )
         for index, member in enumerate(self.members):
             member.check([name for name in names if self.index(name) == index])
 

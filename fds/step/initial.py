@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,8 @@ def with_parameters(step: Stations, state: State, params: Any) -> State:
         here = tree.map(lambda x: x.to(state.step.device) if isinstance(x, Tensor) and not x.is_meta else x, params)
         held = _placed(step, here, state.key, step.everyone)[0]
     other = step.structure_of(held)[0]
+    if other is not structure and type(params) is OrderedDict:  # as module.state_dict() returns
+        return with_parameters(step, state, dict(params))
     if other is not structure:
         both = other.leaves, structure.leaves
         got, want = ({n: f"{leaf.shape} {leaf.dtype}" for n, leaf in leaves.items()} for leaves in both)

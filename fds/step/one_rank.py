@@ -253,7 +253,7 @@ def _compared(
         "where": f"{_DOING}: {f'the gradient of {wrong[0]}' if wrong else 'the loss'}",
         "got": "\n".join(got),
         "want": f"relative differences of at most {tolerance:.1e}: {_DEVIATIONS} eps sqrt({additions} additions)",
-        "hint": hint * same_loss,
+        "hint": hint * (abs(float(loss - want)) <= tolerance * abs(float(want))),
     }
 
 

@@ -146,6 +146,13 @@ def test_rows_of_other_shapes_are_refused_with_what_pads_them(workers):
         list(DistributedLoader(rows, 4, num_workers=workers))
 
 
+@pytest.mark.parametrize("last", [None, {"y": 1}])
+def test_rows_of_what_torch_does_not_stack_are_refused_with_what_does(last):
+    rows = [{"x": 1}] * 3 + [last] if last else [(torch.ones(2), None)] * 4
+    with pytest.raises(DataError, match=r"cannot be stacked(?s:.*)Error: (?s:.*)hint: +collate="):
+        list(DistributedLoader(rows, 4, shuffle=False))
+
+
 @pytest.mark.parametrize("name", ["persistent_workers", "prefetch_factor"])
 def test_there_is_nothing_to_keep_or_read_ahead_without_workers(name):
     with pytest.raises(DataError, match="no workers"):

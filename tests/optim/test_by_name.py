@@ -142,6 +142,7 @@ def fails(name, shape):
         ({(lambda name, shape: len(shape)): sgd(), "*": adamw()}, ["lambda, 0.w", "2"]),
         ({(lambda name, shape: False): sgd(), "*": adamw()}, ["a pattern matches no parameter", "a tuple"]),
         ({("*norm*", "*.bias"): sgd(), "*": adamw()}, ["('*norm*', '*.bias')", "a tuple"]),
+        ({"*": adamw(), "0.*": sgd()}, ["earlier patterns take", "0.*", "comes last"]),
     ],
 )
 def test_a_function_that_fails_and_a_tuple_that_takes_nothing_are_refused(patterns, words):

@@ -48,6 +48,18 @@ def test_it_is_the_inverse_of_params_and_leaves_all_else(stage, more):
     assert all(fds.simulate(run, 2))
 
 
+@STAGES
+def test_the_state_dict_of_a_module_is_taken(stage):
+    def run():
+        step, state, _ = made(stage)
+        module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+        others = {name: torch.full_like(x, 2.0) for name, x in PARAMS.items()}
+        module.load_state_dict(others)
+        return same(step.params(step.with_params(state, module.state_dict())), others)
+
+    assert all(fds.simulate(run, 2))
+
+
 def schedule_free(lr, beta):
     """Schedule-Free SGD (Defazio et al. 2024, arXiv:2405.15682): gradients at y, evaluation at x."""
 
