@@ -49,7 +49,8 @@ def with_parameters(step: Stations, state: State, params: Any) -> State:
         held = _placed(step, here, state.key, step.everyone)[0]
     other = step.structure_of(held)[0]
     if other is not structure and type(params) is OrderedDict:  # as module.state_dict() returns
-        return with_parameters(step, state, dict(params))
+        tensors: Any = params
+        return with_parameters(step, state, dict(tensors))
     if other is not structure:
         both = other.leaves, structure.leaves
         got, want = ({n: f"{leaf.shape} {leaf.dtype}" for n, leaf in leaves.items()} for leaves in both)
