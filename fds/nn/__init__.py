@@ -10,6 +10,7 @@ from fds.nn.parallel.mixing import allow_mixing
 from fds.nn.parallel.mlp import MLP
 from fds.nn.parallel.plan import column, heads, replicated, row, sequence, vocab
 from fds.nn.parallel.self_attention import SelfAttention
+from fds.nn.parallel.split import split
 from fds.nn.parallel.vocab_cross_entropy import vocab_cross_entropy
 from fds.nn.parallel.zigzag import zigzag, zigzag_positions
 from fds.nn.transformer_config import TransformerConfig
@@ -33,6 +34,7 @@ __all__ = [
     "replicated",
     "row",
     "sequence",
+    "split",
     "vocab",
     "vocab_cross_entropy",
     "zigzag",

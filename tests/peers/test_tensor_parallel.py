@@ -65,7 +65,7 @@ def inputs(name):
     return {"input_ids": ids, "attention_mask": mask, **more}
 
 
-def train(name, size, *, sequence=False, prepare=lambda module: None, **changes):
+def train(name, size, *, plan="auto", sequence=False, prepare=lambda module: None, **changes):
     """Return losses of three steps and an evaluation, the parameters after them, and what the step says of itself."""
     module = model(name, **changes)
     prepare(module)
@@ -78,7 +78,7 @@ def train(name, size, *, sequence=False, prepare=lambda module: None, **changes)
 
     axis = fds.mesh(tp=size)["tp"]
     step = fds.compose(
-        fds.tensor_parallel(axis, sequence=sequence), fds.clip_by_global_norm(1e9), fds.sgd(0.3, momentum=0.9)
+        fds.tensor_parallel(axis, plan, sequence=sequence), fds.clip_by_global_norm(1e9), fds.sgd(0.3, momentum=0.9)
     )(loss)
     state, losses = step.init(params, key=5), []
     for _ in range(3):
@@ -173,3 +173,32 @@ def test_pieces_are_not_taken_for_whole_outputs(name, sequence):
 
     with pytest.raises(LossError, match=f"{name}=True"):
         fds.simulate(run, 2)
+
+
+SPLIT_EXPERTS = {"gate_up_proj": (1, 2), "down_proj": 2}
+OWN_FORWARDS = {
+    "falcon": ("FalconForCausalLM", "FalconConfig", {**SMALL, "vocab_size": 37, "bias": True, "num_kv_heads": 2,
+               "new_decoder_architecture": True, "hidden_dropout": 0.2, "ffn_hidden_size": 30}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**LLAMA, "head_dim": 4}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**LLAMA, "num_local_experts": 3, "num_experts_per_tok": 2,
+                "experts_implementation": "eager"}),
+}  # fmt: skip
+OWN_PLANS = {
+    "falcon": {
+        "transformer.word_embeddings": "vocab", "lm_head": "vocab",
+        "*.self_attention": fds.nn.heads("num_heads", "num_kv_heads"),
+        "*.query_key_value": fds.nn.column(unit=16), "*.dense": "row",
+        "*.dense_h_to_4h": "column", "*.dense_4h_to_h": "row",
+    },
+    "gemma": {"model.embed_tokens": "vocab", "lm_head": "vocab", "*.mlp.gate_proj": "column", "*.mlp.up_proj": "column",
+              "*.mlp.down_proj": "row"},
+    "mixtral": {"*.mlp.experts": fds.nn.split(SPLIT_EXPERTS)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_FORWARDS)
+def test_a_model_whose_layers_have_forwards_of_their_own_is_divided(name, monkeypatch):
+    monkeypatch.setitem(FAMILIES, name, OWN_FORWARDS[name])
+    want = train(name, 1, plan=OWN_PLANS[name])
+    for got in fds.simulate(lambda: train(name, 2, plan=OWN_PLANS[name]), 2):
+        assert_close(got, want, 1e-5)

@@ -106,6 +106,8 @@ def attention(
 
 def _attention(region: Region, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return attention of a function of torch: over this rank's heads, or over all where a plan leaves it whole."""
+    if region.split and (args[1:2] or [kwargs.get("dropout_p")])[0]:
+        region.piece(query, run=None)  # raises
     if region.heads is None and not region.inside:
         tokens.check_alone(query, key)
         return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)

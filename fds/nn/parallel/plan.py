@@ -36,6 +36,11 @@ class Part:
         ]
         return f"{type(self).__name__.lower()}({', '.join(changed)})" if changed else type(self).__name__.lower()
 
+    @property
+    def sums(self) -> list[str]:
+        """Names of its own parameters that are whole, and of whose gradients every rank has a term."""
+        return []
+
     def dims(self, module: nn.Module, path: str) -> Dims:
         """Return how the module's own parameters are divided. Raises `ComposeError` for a module that cannot be."""
         return {}
@@ -332,7 +337,7 @@ def part(value: Any, where: str) -> Part:
         "this is no part of a plan",
         where=f"tensor_parallel: plan[{where!r}]",
         got=repr(value)[:80],
-        want=f"{', '.join(map(repr, NAMES))}, or fds.nn.column(parts=3)",
+        want=f"{', '.join(map(repr, NAMES))}, fds.nn.column(parts=3) or fds.nn.split(...)",
         hint=did_you_mean(value, list(NAMES)) if isinstance(value, str) else "",
     )
 
@@ -444,22 +449,22 @@ def _in_parts(region: Region, block: Sequence, forward: Callable[..., Any], *arg
         out = forward(*args, **kwargs)
     finally:
         region.run = before
-    return _first(functools.partial(region.joined, run=block.run), out) if block.leaves else out
+    return first(functools.partial(region.joined, run=block.run), out) if block.leaves else out
 
 
 def _entered(let_in: Callable[[Tensor], Tensor], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _first(let_in, forward(*args, **kwargs))
+    return first(let_in, forward(*args, **kwargs))
 
 
 def _of_first(f: Callable[[Tensor], Tensor], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Return arguments with a function applied to the first one, as they were written."""
     if args:
-        return (_first(f, args[0]), *args[1:]), kwargs
+        return (first(f, args[0]), *args[1:]), kwargs
     name = next(iter(kwargs))
-    return args, {**kwargs, name: _first(f, kwargs[name])}
+    return args, {**kwargs, name: first(f, kwargs[name])}
 
 
-def _first(f: Callable[[Tensor], Tensor], x: Any) -> Any:
+def first(f: Callable[[Tensor], Tensor], x: Any) -> Any:
     """Apply a function to a tensor, or to the first one of a tuple."""
     return f(x) if isinstance(x, Tensor) else type(x)([f(x[0]), *x[1:]])
 

@@ -38,6 +38,7 @@ class Region:
         run: the name of the blocks one of which runs now, if it is given parts of sequences: an encoder's, a decoder's.
         draws: whether the module draws in functions, so that calls of it run in `DrawsOfAll`; `drawing` while one does.
         memory: whether attention that runs was given keys and values that are whole where queries are parts.
+        split: whether a module of the user's runs whose own forward computes with pieces: no layer says what is cut.
         blocks: whether there are blocks in which activations are parts of sequences.
         lengths: how long sequences of this microbatch are, by run of blocks; known until the next call begins, since
             torch.utils.checkpoint runs what is inside of blocks again.
@@ -58,6 +59,7 @@ class Region:
     draws: bool = False
     drawing: bool = False
     memory: bool = False
+    split: bool = False
     blocks: bool = False
     lengths: dict[str, int] = attrs.field(factory=dict)
     look: Callable[[Tensor, Tensor, tuple[int, ...]], None] | None = None
@@ -207,6 +209,13 @@ class Region:
         None for an activation that all ranks have whole. Raises `LossError` where that cannot be told.
         """
         size, index = self.axis.size, self.axis.index
+        if self.split and not (self._given is not None and (x is self._given[0] or x is self._given[3])):
+            raise LossError(
+                "a function draws in a module that 'split' divides, and may be given a piece",
+                where=f"tensor_parallel over {self.axis.name!r}",
+                got=f"shape {tuple(x.shape)}",
+                want="dropout of what the module is given or returns, outside of it",
+            )
         if self.inside and self.heads is not None and x.dim() == 4:
             n = x.shape[-3]
             return -3, n * size, [(index * n, n)]
@@ -286,7 +295,7 @@ class Region:
     def reset(self) -> None:
         """Forget what a call leaves behind."""
         self._given, self._left, self.inside, self.lead, self.heads = None, None, self.before, (), None
-        self.memory = self.opened = False
+        self.memory = self.opened = self.split = False
 
     def _after_backward(self, grads: Any) -> None:
         self._given, self._left, self.inside, self.lead = None, None, self.before, ()

@@ -31,6 +31,7 @@ class Use:
     name: str
     lies: str
     in_parts: bool
+    by_hand: bool  # whether the module's own forward computes with pieces
 
 
 Edges = dict[tuple[Any, int], Use]  # (node, number) in the graph -> the parameter whose gradient arrives there

@@ -167,7 +167,7 @@ class Watch(DrawsOfAll):
         )
 
     def _check_use(self, use: Use, func: Any) -> None:
-        if use.lies == "piece" and not _is_ours():
+        if use.lies == "piece" and not use.by_hand and not _is_ours():
             raise LossError(
                 "a function is given a parameter of which every rank has a piece, and takes it for the whole",
                 where=f"tensor_parallel: {use.name}",

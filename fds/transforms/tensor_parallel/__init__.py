@@ -118,8 +118,8 @@ def tensor_parallel(
         plan: `"auto"`, which knows `nn.MultiheadAttention`, `nn.TransformerEncoderLayer`, the layers of `fds.nn` and
             the families of transformers that `fds.nn.parallel.auto` lists, and refuses what it does not know. Or a
             dict: patterns of paths of modules (`*` crosses dots) -> `"column"`, `"row"`, `"vocab"`, `"heads"`,
-            `"replicated"`, `"sequence"` or what functions of these names in `fds.nn` return; where several patterns
-            match, the last counts. Parameters that it does not name are whole on every rank.
+            `"replicated"`, `"sequence"`, or what functions of these names in `fds.nn` return, or `fds.nn.split`; where
+            several patterns match, the last counts. Parameters that it does not name are whole on every rank.
         sequence: cut activations between matrices along the sequence too (norms, dropout, residuals), in the blocks
             that the plan calls `"sequence"`. Sequences that the ranks do not divide are padded inside.
         overlap: into how many pieces the messages of rows, and of columns that share their input with no other, are cut

@@ -17,6 +17,7 @@ from fds.nn.parallel.dropout import become_dropout
 from fds.nn.parallel.linear import Piece
 from fds.nn.parallel.plan import Column, Heads, Part, Row, Sequence as Block, Vocab, Whole
 from fds.nn.parallel.region import Region
+from fds.nn.parallel.split import Split
 from fds.nn.parallel.uses import Edges, Side, Use
 from fds.nn.parallel.watching import Calls, Known, watch
 from fds.step import Replicated, SplitDim
@@ -70,7 +71,8 @@ class Resolved:
             lies = self.lies[self.found.prefix + name]
             how = lies.grads if isinstance(lies, Replicated) else "piece"
             held = modules[owner]._parameters  # pyright: ignore[reportPrivateUsage]
-            uses.append(Use(held, key, self.found.prefix + name, how, owner in self.in_parts))
+            by_hand = isinstance(self.parts.get(owner), Split)
+            uses.append(Use(held, key, self.found.prefix + name, how, owner in self.in_parts, by_hand))
         counts = [
             (modules[path], key, _joined(self.found.prefix, f"{path}.{key}".lstrip(".")))
             for path, part in self.parts.items()
@@ -196,8 +198,9 @@ def _resolved(found: Found, parts: dict[str, Part], size: int, *, sequence: bool
         if isinstance(part, Whole):
             for name in (name for p, name in found.paths.items() if _is_inside(p, path)):
                 lies[name] = Replicated("sum" if part.grads == "sum" or path in inside else "same")
+        at = f"{path}." if path else ""
         for name, (dim, lengths) in part.dims(module, where).items():
-            local = found.paths[_joined(f"{path}." if path else "", name)]
+            local = found.paths[at + name]
             new = SplitDim(dim, lengths)
             if local in said and lies[local] != new:
                 raise _tied(own[local], said[local], where)
@@ -208,6 +211,7 @@ def _resolved(found: Found, parts: dict[str, Part], size: int, *, sequence: bool
                     got=f"{min(lengths)} over {size} ranks",
                 )
             lies[local], said[local] = new, where
+        lies |= {found.paths[at + name]: Replicated("sum") for name in part.sums}
     for path, local in found.paths.items():  # every module that uses a piece must know that it is one
         owner = path.rpartition(".")[0]
         if isinstance(lies[local], SplitDim) and not _knows(parts, owner):
