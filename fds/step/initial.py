@@ -6,7 +6,7 @@ import itertools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -49,8 +49,7 @@ def with_parameters(step: Stations, state: State, params: Any) -> State:
         held = _placed(step, here, state.key, step.everyone)[0]
     other = step.structure_of(held)[0]
     if other is not structure and type(params) is OrderedDict:  # as module.state_dict() returns
-        tensors: Any = params
-        return with_parameters(step, state, dict(tensors))
+        return with_parameters(step, state, dict(cast("dict[str, Tensor]", params)))
     if other is not structure:
         both = other.leaves, structure.leaves
         got, want = ({n: f"{leaf.shape} {leaf.dtype}" for n, leaf in leaves.items()} for leaves in both)
