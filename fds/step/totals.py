@@ -124,8 +124,7 @@ def agree(
     Raises, on the CPU, where reading a number is free: `RankError` where ranks are at different calls, `LossError`
     where no rank uses any parameter, and where ranks that compute the same found other losses.
     """
-    assert totals.loss is not None
-    computed = totals.loss.double() / totals.weight
+    computed = totals
     totals = totals if repeats[0] == 0 else totals.silent()
     assert totals.loss is not None
     device, names = totals.loss.device, sorted(totals.metrics)
@@ -142,7 +141,8 @@ def agree(
         known = isinstance(totals.divisor, Tensor) or totals.divisor > 0
         parts.append(torch.stack([number(totals.divisor), number(float(known))]))
     if repeats[1] > 1:
-        parts.append(placed(computed, everyone))
+        assert computed.loss is not None
+        parts.append(placed(computed.loss.double() / computed.weight, everyone))
     more = [] if also is None else also.sums()
     parts += [x for m in more for x in _exactly(m)]
     together = data is everyone
