@@ -10,6 +10,7 @@ from fds.debugging import compare_with_one_rank
 from fds.errors import BatchError, ComposeError, LossError, StateError
 from fds.nn import column, heads, replicated, vocab
 from tests import ranks
+from tests.transforms.tensor_parallel.models import Head
 
 X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -41,15 +42,6 @@ class HeadByHead(nn.Module):
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (-1, 6)).transpose(1, 2).chunk(3, -1)
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class Head(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(8, 12)
-
-    def forward(self, x):
-        return self.head(x)
 
 
 PAIR = {"up": "column", "down": "row"}

@@ -7,7 +7,7 @@ from torch import nn
 
 import fds
 from fds.errors import LossError
-from tests.transforms.tensor_parallel.models import check, squares, steps
+from tests.transforms.tensor_parallel.models import Head, check, squares, steps
 
 row, column, heads, replicated, vocab = fds.nn.row, fds.nn.column, fds.nn.heads, fds.nn.replicated, fds.nn.vocab
 PAIR = {"up": "column", "down": "row"}
@@ -204,15 +204,6 @@ class ByHeads(nn.Module):
     def forward(self, x):
         q, k, v = self.qkv(x).view(*x.shape[:-1], self.num_heads, 6).transpose(1, 2).chunk(3, -1)
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class Head(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(8, 12)
-
-    def forward(self, x):
-        return self.head(x)
 
 
 def by_class(logits, targets):
