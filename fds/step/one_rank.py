@@ -37,9 +37,8 @@ from fds.step.topology import Dimensions
 
 _DOING = "compare_with_one_rank"
 _DEVIATIONS = 16  # of roundings that are independent, from their mean
-_MOST = (
-    0.25  # of a gradient, that roundings may change: in 16 bits products are added in float32, and depth alone counts
-)
+# Of a gradient, at most, that roundings may change: in 16 bits products are added in float32, and depth alone counts.
+_MOST = 0.25
 _SHOWN = 6  # parameters that an error names
 
 
