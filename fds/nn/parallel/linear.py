@@ -116,7 +116,7 @@ def through_columns(layer: Piece, x: Tensor, weight: Tensor, bias: Tensor | None
     region = layer.region
     if region is None:
         return F.linear(x, weight, bias)
-    if region.chunks and layer.alone:
+    if region.overlaps and layer.alone:
         y = region.columns(x, weight, bias, run=layer.run)
     else:
         y = F.linear(region.enter(x, run=layer.run), weight, bias)

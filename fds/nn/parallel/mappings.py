@@ -21,17 +21,18 @@ import torch
 from torch import Tensor
 
 from fds.collectives import Axis, operators
+from fds.collectives.functional import Linear, apply_function
 from fds.errors import FdsError
 
 
 def copied(x: Tensor, axis: Axis) -> Tensor:
     """Return `x`, which every rank uses for a part of a product: its gradient is the sum of the ranks' gradients."""
-    return x if axis.size == 1 else _Copied.apply(x, axis)  # pyright: ignore[reportReturnType]
+    return x if axis.size == 1 else apply_function(_Copied, x, axis)
 
 
 def summed(x: Tensor, axis: Axis) -> Tensor:
     """Return the sum of the ranks' terms, which all go on with alike: its gradient is each term's."""
-    return x if axis.size == 1 else _Summed.apply(x, axis)  # pyright: ignore[reportReturnType]
+    return x if axis.size == 1 else apply_function(_Summed, x, axis)
 
 
 def cut(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -46,12 +47,12 @@ def cut(x: Tensor, axis: Axis, dim: int) -> Tensor:
             got=f"dim {dim} of {tuple(x.shape)}",
             want=f"a multiple of {axis.size}",
         )
-    return x if axis.size == 1 else _Cut.apply(x, axis, dim % x.dim())  # pyright: ignore[reportReturnType]
+    return x if axis.size == 1 else apply_function(_Cut, x, axis, dim % x.dim())
 
 
 def joined(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return the ranks' pieces one after another along `dim`, with which all go on alike."""
-    return x if axis.size == 1 else _Joined.apply(x, axis, dim % x.dim())  # pyright: ignore[reportReturnType]
+    return x if axis.size == 1 else apply_function(_Joined, x, axis, dim % x.dim())
 
 
 def _piece(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -59,7 +60,7 @@ def _piece(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x.narrow(dim, axis.index * n, n)
 
 
-class _Copied(torch.autograd.Function):
+class _Copied(Linear):
     takes, gives = "whole", "pieces"  # see `uses`
 
     @staticmethod
@@ -89,7 +90,7 @@ class _Summed(_Copied):
         return copied(grads[0], ctx.axis), None
 
 
-class _Cut(torch.autograd.Function):
+class _Cut(Linear):
     takes, gives = "whole", "pieces"
 
     @staticmethod

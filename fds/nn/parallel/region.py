@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fds.collectives import Axis, all_gather, reduce_scatter
+from fds.collectives.functional import is_transformed
 from fds.errors import LossError
 from fds.loss import current_mode
 from fds.nn.parallel import mappings, overlapped
@@ -67,6 +68,11 @@ class Region:
     _given: tuple[Tensor, int, bool, Tensor] | None = None
     _left: tuple[Tensor, tuple[int, ...]] | None = None  # the last input of a row, and the parts of which it is a piece
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether messages travel beside products; under `torch.func`, for which those have no rules, they do not."""
+        return bool(self.chunks) and not is_transformed()
+
     def enter(self, x: Tensor, *, run: str | None) -> Tensor:
         """Return an activation for parts of a product; several products of one activation let it in once."""
         entered = self._known(x)
@@ -96,7 +102,7 @@ class Region:
         self._left = x, cut
         if self.look is not None:
             self.look(x, weight, cut)
-        if not self.chunks:
+        if not self.overlaps:
             return self.leave(F.linear(x, weight), run=run)
         self._given, self.inside = None, ()
         if run is None:

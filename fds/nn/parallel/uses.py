@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import attrs
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
 
 from fds import tree
@@ -46,7 +47,8 @@ _WRONG = {("piece", "whole"), ("same", "pieces"), ("sum", "whole")}
 def edges_of(uses: Iterable[Use]) -> Edges:
     """Return where in the graph the parameters are that copies hold now."""
     held = [(x, use) for use in uses if (x := use.held.get(use.key)) is not None and x.requires_grad]
-    edges = [(get_gradient_edge(x), use) for x, use in held]
+    with temporarily_clear_interpreter_stack():  # private; under torch.func parameters have none of a transform's
+        edges = [(get_gradient_edge(x), use) for x, use in held]
     return {(edge.node, edge.output_nr): use for edge, use in edges}
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fds.collectives import Axis, operators
+from fds.collectives.functional import apply_function
 from fds.errors import KernelError, is_int
 from fds.kernels import arguments
 from fds.kernels.first_order import Function, first_order
@@ -80,7 +81,8 @@ def vocab_cross_entropy(
             reduction=reduction,
         )
     t = targets.reshape(-1)
-    loss, _ = _VocabCrossEntropy.apply(
+    loss, _ = apply_function(
+        _VocabCrossEntropy,
         logits.reshape(t.numel(), logits.shape[-1]),
         own.of(t, ignore_index),
         axis,
