@@ -1,165 +1,204 @@
-"""Digests of what random compositions compute: a change that is meant to leave every number alone shows it by them.
+"""Digests of what some hundred compositions compute: a change that is meant to move no bit shows it by them.
 
     python -m tests.digests write /tmp/before.json      # of the code as it was
-    python -m tests.digests compare /tmp/before.json    # of the code as it is: names every case that differs, and where
+    python -m tests.digests compare /tmp/before.json    # of the code as it is: names what differs, and where first
+    python -m tests.digests messages                    # how many messages a steady call of each starts
 
-A case is a problem of tests/laws/problems, an optimizer, transforms, and a place: one process, ranks that share the
-optimizer, or a pipeline. Of every rank it keeps the state and the metrics of each call (the third of them on a batch
-that is not finite where the step can skip it), an evaluation, the whole parameters, and the bytes of `describe`.
+Of every rank of a composition (tests/families.py) it keeps, after each call, digests of parameters, of every slot,
+of buffers and of every metric; then of an evaluation, of the whole parameters, of a call with others, and of what other
+ranks load. What a composition that is refused says is kept instead, word for word.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
-import random
+import multiprocessing
 import re
 import sys
+import tempfile
+import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
 import fds
-from fds import plans, tree
+from fds import tree
+from fds.collectives import Axis
+from fds.collectives.links import Collective
+from fds.collectives.traffic import Traffic, counting
 from tests.bits import bits
-from tests.laws import problems
-from tests.laws.test_law_4_sharding import batch_of, share
-from tests.storage.topologies import Stages, Topology
+from tests.compositions import Composition, Start
+from tests.families import compositions
 
-KINDS = (problems.layers, problems.tied_layers, problems.opaque, problems.tied_module, problems.raw, problems.records)
-LAYERED = (problems.layers, problems.tied_layers, problems.records)
-SCHEDULES = (plans.gpipe, plans.one_f_one_b, plans.zb_h1, plans.zb_v)
-CALLS = 4
 Words = dict[str, str]
+LARGE = ("gather", "reduce", "optimizer", "send", "recv", "")  # what carries buckets or activations, or is a loss's own
 
 
 def main() -> int:
     """Run from the command line; the exit code says whether all digests are the same."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["write", "compare"])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--cases", type=int, default=180)
+    parser.add_argument("what", choices=["write", "compare", "messages"])
+    parser.add_argument("file", type=Path, nargs="?", help="digests of the code as it was")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--only", default="", help="a regular expression: compositions in whose names it is")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    found = {}
-    for number in range(options.cases):
-        name, words = digests(number)
-        found[name] = words
-        print(f"\r{number + 1} of {options.cases}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    if options.what == "write":
-        options.file.write_text(json.dumps(found, indent=1))
+    if (options.file is None) != (options.what == "messages"):
+        parser.error("write and compare take a file, messages none")
+    results = all_results([i for i, one in enumerate(ALL) if re.search(options.only, one.name)], options.jobs)
+    if options.what == "messages":
+        for result in results:
+            print(result.name, *result.messages, sep="\n    ")
         return 0
-    before = json.loads(options.file.read_text())
-    other = {name: apart(before.get(name, {}), words) for name, words in found.items()}
-    for name, places in other.items():
+    digests = {result.name: result.digests for result in results}
+    refused = sum("error" in words for words in digests.values())
+    print(f"{len(digests)} compositions, {refused} of them refused")
+    if options.what == "write":
+        options.file.write_text(json.dumps(digests, indent=0))
+        return 0
+    return report(json.loads(options.file.read_text()), digests, all_of_them=not options.only)
+
+
+def report(before: dict[str, Words], now: dict[str, Words], *, all_of_them: bool) -> int:
+    """Print what differs; return whether anything does."""
+    names = {**before, **now} if all_of_them else now
+    count = 0
+    for name in names:
+        places = apart(before.get(name, {}), now.get(name, {}))
+        count += bool(places)
         if places:
-            print(f"{name}\n    {', '.join(places[:6])}{', ...' * (len(places) > 6)}")
-    count = sum(map(bool, other.values()))
-    print(f"{len(found)} compositions, {count} differ")
+            print(name, *places, sep="\n    ")
+    print(f"{count} differ")
     return int(count > 0)
 
 
 def apart(before: Words, now: Words) -> list[str]:
-    """Return the names under which two digests differ, and what each says where it is an error."""
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return [f"{name} ({before.get(name)} -> {now.get(name)})" if name == "error" else name for name in names]
+    """Return when two digests differ first, and in which fields of which ranks; what each says where it is an error."""
+    if "error" in before or "error" in now or not before or not now:
+        errors = [words.get("error", "runs" if words else "is not there") for words in (before, now)]
+        return [f"was: {errors[0]}", f"now: {errors[1]}"] if before != now else []
+    when: dict[str, dict[str, list[str]]] = {}
+    for key in {**before, **now}:
+        if before.get(key) != now.get(key):
+            rank, at, field = key.split(" | ")
+            when.setdefault(at, {}).setdefault(field, []).append(rank)
+    told = lambda fields: ", ".join(f"{field} ({', '.join(ranks)})" for field, ranks in fields.items())
+    lines = [f"{at}: {told(fields)}" for at, fields in when.items()]
+    return lines[:2] + [f"and at {len(lines) - 2} later times"] * (len(lines) > 2)
 
 
-def digests(number: int) -> tuple[str, Words]:
-    """Return the name of a case, and name -> digest of everything that it gives; an error's words in their place."""
-    draw = random.Random(number)
-    kind = number % 3
-    place = (None, sharded, piped)[kind]
-    topology = None if place is None else place(draw)
-    problem = draw.choice(LAYERED if kind == 2 else KINDS)(
-        draw.randrange(2**16), torch.float32, draw.choice([0.0, 0.3]), draw.random() < 0.5
-    )
-    optimizer, names = draw.choice(sorted(problems.OPTIMIZERS)), composition(draw, kind)
-    donated, microbatches = draw.random() < 0.5, draw.choice([1, 2])
-    name = f"{number} {problem.name}, {topology or 'one process'}, {optimizer}, {names}, donated {donated}"
-    name = re.sub(" at 0x[0-9a-f]+", "", name)  # where functions lie in memory
+@attrs.frozen
+class Result:
+    """What one composition gave: digests of its numbers, and the messages of its last call."""
 
-    def run() -> Words:
-        parts = [problems.TRANSFORMS[one].make() for one in names]
-        parts += [fds.donate()] if donated else []
-        if isinstance(topology, Topology):
-            parts += [fds.accumulate(microbatches), topology.shard()]
-        elif topology is not None:
-            parts += topology.transforms()
-        step = fds.compose(*parts, problems.OPTIMIZERS[optimizer]())(problem.loss)
-        return trained(step, problem, names)
-
-    try:
-        ranks = [run()] if topology is None else topology.run(run)
-    except fds.FdsError as error:
-        return name, {"error": f"{type(error).__name__}: {error.what}"}
-    return name, {f"rank {rank} {at}": words for rank, one in enumerate(ranks) for at, words in one.items()}
+    name: str
+    digests: Words
+    messages: list[str]
 
 
-def trained(step: fds.Step, problem: problems.Problem, names: list[str]) -> Words:
-    """Return name -> digest of what a rank gets to see."""
-    data = 1 if step.shard is None else step.shard.data.size
-    index = 0 if step.shard is None else step.shard.data.index
-    skips = {"loss_scale", "static_loss_scale", "skip_nonfinite"} & set(names)
-    state, found = step.init(problem.params, key=3), {}
-    for call in range(CALLS):
-        batch = share(batch_of(problem, 12 * data), index, data)
-        if call == 2 and skips:
-            batch = tree.map(lambda x: x * torch.inf if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
-        state, metrics = step(state, batch)
-        found |= {f"call {call} {at}": digest(x) for at, x in tree.paths({"state": state, "metrics": metrics}).items()}
-    batch = share(batch_of(problem, 12 * data), index, data)
-    found |= {f"evaluated {at}": digest(x) for at, x in step.evaluate(state, batch).items()}
-    found |= {f"whole {at}": digest(x) for at, x in tree.paths(step.params(state)).items()}
-    told = step.describe(state)
-    return found | {"bytes": str(told.num_bytes), "sent": str(told.sent), "buckets": str(told.buckets)}
+def all_results(indices: list[int], jobs: int) -> list[Result]:
+    """Return the results of these compositions, each computed in one of so many processes."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    results = []
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        for result in pool.imap(result_of, indices):
+            results.append(result)
+            print(f"\r{len(results)} of {len(indices)}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return results
 
 
-def digest(x: Any) -> str:
-    """Return the first digits of the SHA-256 of a tensor's bits, dtype and shape."""
-    if not isinstance(x, Tensor):
-        return repr(x)
-    told = f"{x.dtype} {tuple(x.shape)}".encode()
-    return hashlib.sha256(told + bits(x).numpy().tobytes()).hexdigest()[:16]
+def result_of(index: int) -> Result:
+    """Return the result of one composition; any error is a result."""
+    composition = ALL[index]
+    with tempfile.TemporaryDirectory(prefix="fds-digests-") as folder:
+        try:
+            ranks = fds.simulate(lambda: trained(composition, folder), composition.ranks)
+            if (then := composition.elsewhere) is not None:
+                loaded_ranks = fds.simulate(lambda: loaded(then, folder), then.ranks)
+                ranks += [({f"loaded, {at}": x for at, x in words.items()}, Counter()) for words in loaded_ranks]
+        except Exception as error:  # of any kind: a rebuild may well fail by one that is not ours
+            text = re.sub(r" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}")
+            return Result(composition.name, {"error": re.sub(r"/tmp/[\w/.-]+", "DIR", text)}, [])
+    digests = {f"rank {i} | {at}": x for i, (words, _) in enumerate(ranks) for at, x in words.items()}
+    kinds: Counter[str] = Counter()
+    for _, sent in ranks:
+        kinds |= sent  # the most that any rank starts
+    small = sum(count for kind, count in kinds.items() if kind.split(", ")[1] not in LARGE)
+    messages = [f"{small} small", *(f"{count} {kind}" for kind, count in sorted(kinds.items()))]
+    return Result(composition.name, digests, messages)
 
 
-def composition(draw: random.Random, kind: int) -> list[str]:
-    """Draw names of transforms that may stand together; ranks and pipelines have microbatches of their own."""
-    found: dict[str, str] = {}
-    for name in draw.sample(sorted(problems.TRANSFORMS.keys() - {"offload", "offload_to_disk"}), draw.randint(0, 5)):
-        part = problems.TRANSFORMS[name]
-        if (name != "accumulate" or kind == 0) and (part.excludes or name) not in found:
-            found[part.excludes or name] = name
-    return list(found.values())
+class Kinds(Traffic):
+    """Counts messages by operation, and by what they are for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: Counter[str] = Counter()
+
+    def add(self, collective: Collective, axis: Axis) -> None:
+        """Count one."""
+        self.kinds[f"{collective.op}, {collective.what or axis.purpose}"] += 1
 
 
-def sharded(draw: random.Random) -> Topology:
-    """Draw ranks that share the optimizer."""
-    ranks = draw.choice([2, 3, 4])
-    replicas = 2 if ranks == 4 and draw.random() < 0.6 else 1
-    return Topology(ranks, draw.randrange(4), draw.choice([64, 300, 2**20]), replicas, draw.choice([0, 8]))
+def trained(composition: Composition, folder: str) -> tuple[Words, Counter[str]]:
+    """Return when and what -> digest of all that a rank gets to see, and the messages of the last call."""
+    run = composition.start()
+    step, (*batches, last) = run.step, run.batches
+    state, words, traffic = step.init(run.params, key=3), {}, Kinds()
+    for call, batch in enumerate(batches):
+        traffic = Kinds()
+        with counting(traffic):
+            state, metrics = step(state, batch)
+        words |= fields(f"call {call}", state, metrics)
+    words |= {f"evaluated | {name}": digest([x]) for name, x in step.evaluate(state, last).items()}
+    whole = step.params(state)
+    words["at the end | whole params"] = digest(tree.leaves(whole))
+    described = step.describe(state)
+    words["at the end | described"] = f"{described.num_bytes} bytes, buckets {described.buckets}"
+    if composition.elsewhere is not None:
+        fds.save(folder, state, step)
+    halved = tree.map(lambda x: x * 0.5 if x.is_floating_point() else x, whole)
+    state, metrics = step(step.with_params(state, halved), batches[0])
+    return words | fields("with_params", state, metrics), traffic.kinds
 
 
-def piped(draw: random.Random) -> Stages:
-    """Draw a pipeline, some of them beside data ranks, some in one process."""
-    places, data, copies = draw.choice([(2, 1, 1), (2, 2, 1), (2, 1, 2), (3, 1, 1)])
-    alone = data * copies == 1 and draw.random() < 0.3
-    schedule = draw.choice([one for one in SCHEDULES if places == 2 or one is not plans.zb_v])
-    return Stages(
-        places,
-        schedule,
-        data,
-        draw.randrange(4),
-        copies,
-        draw.choice([64, 300, 2**20]),
-        draw.choice(["uniform", "parameters"]),
-        alone,
-    )
+def loaded(composition: Composition, folder: str) -> Words:
+    """Return the same of what a rank loads, and of a call with it."""
+    run: Start = composition.start()
+    state, _ = fds.load(folder, run.step, run.params, slots=("init", "drop"))
+    words = fields("at first", state, {})
+    state, metrics = run.step(state, run.batches[0])
+    return words | fields("after a call", state, metrics)
 
+
+def fields(at: str, state: fds.State, metrics: dict[str, Tensor]) -> Words:
+    """Return the digests of a state and of metrics, each slot and metric for itself."""
+    parts = {"params": state.params, "buffers": state.buffers, "counts": [state.step, state.calls, state.key]}
+    parts |= {f"opt {slot}": x for slot, x in state.opt.items()}
+    parts |= {f"slot {slot}": x for slot, x in state.slots.items()}
+    parts |= {f"metric {name}": x for name, x in metrics.items()}
+    return {f"{at} | {field}": digest(itertools.chain(*tree.paths(x).items())) for field, x in parts.items()}
+
+
+def digest(values: Any) -> str:
+    """Return the first digits of the SHA-256 of tensors' bits, dtypes and shapes, and of names."""
+    total = hashlib.sha256()
+    for x in values:
+        total.update(f"{x.dtype} {tuple(x.shape)}".encode() if isinstance(x, Tensor) else repr(x).encode())
+        if isinstance(x, Tensor):
+            total.update(bits(x).numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+ALL = compositions()
 
 if __name__ == "__main__":
     sys.exit(main())
