@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fds.errors import OptimizerError, checked_call
-from fds.optim.arguments import call_text, check_betas, check_numbers
-from fds.optim.assembly import Now, assemble, lerp
+from fds import kernels
+from fds.errors import checked_call
+from fds.optim.assembly import Call, Now, Rule, Slots, Tensors, lerp
 from fds.optim.base import LRSchedule, Optimizer
 
 
@@ -57,88 +58,28 @@ def lamb(
     >>> lamb(max_coeff=5.0)
     lamb(lr=0.001, max_coeff=5.0)
     """
-    text = call_text(lamb, locals())
-    check_numbers("lamb", lr=lr, weight_decay=weight_decay)
-    check_numbers("lamb", schedule=False, eps=eps, min_coeff=min_coeff, max_coeff=max_coeff)
-    check_betas("lamb", betas)
-    if min_coeff > max_coeff:
-        raise OptimizerError(
-            "lamb: min_coeff is larger than max_coeff",
-            where="min_coeff",
-            got=f"min_coeff={min_coeff}, max_coeff={max_coeff}",
-            want="min_coeff <= max_coeff",
-            hint="swap them",
-        )
-    fixed = {
-        "eps": eps,
-        "bounds": (min_coeff, max_coeff),
-        "bias_correction": bias_correction,
-        "eps_inside_sqrt": eps_inside_sqrt,
-    }
-    hyper = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
-    return assemble(
-        partial(_rule, **fixed),
-        text=text,
-        hyper=hyper,
+    return Rule(
+        Call.of(lamb, locals(), min_coeff="max_coeff"),
+        _rule,
         slots={"exp_avg": 0.0, "exp_avg_sq": 0.0},
         keep_empty=True,
-        kernel=partial(_kernel, **fixed),
-    )
+        kernel=_kernel,
+    ).optimizer()
 
 
-def _kernel(
-    params: list[Tensor],
-    grads: list[Tensor],
-    opt: dict[str, list[Tensor]],
-    now: Now,
-    out: list[Tensor | None],
-    *,
-    eps: float,
-    bounds: tuple[float, float],
-    bias_correction: bool,
-    eps_inside_sqrt: bool,
-) -> None:
-    from fds.kernels.optimizers import lamb_update  # loads Triton, so only where it runs
-
+def _kernel(now: Now) -> tuple[Callable[..., None], dict[str, Any]]:
     def summed(both: Tensor) -> Tensor:
         for axis in now.axes:
             both = axis.all_reduce(both, what="optimizer")
         return both
 
-    beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
-    lamb_update.lamb(
-        params,
-        grads,
-        opt["exp_avg"],
-        opt["exp_avg_sq"],
-        segments=[[(s.offset, s.length) for s in inside] for inside in now.segments],
-        step=now.step,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        min_coeff=bounds[0],
-        max_coeff=bounds[1],
-        bias_correction=bias_correction,
-        eps_inside_sqrt=eps_inside_sqrt,
-        out=out,
-        reduce=summed,
-        **now.read_on_device(),
-    )
+    segments = [[(s.offset, s.length) for s in inside] for inside in now.segments]
+    return kernels.lamb, {"step": now.step, "segments": segments, "reduce": summed}
 
 
-def _rule(
-    params: list[Tensor],
-    grads: list[Tensor],
-    opt: dict[str, list[Tensor]],
-    now: Now,
-    *,
-    eps: float,
-    bounds: tuple[float, float],
-    bias_correction: bool,
-    eps_inside_sqrt: bool,
-) -> None:
+def _rule(params: Tensors, grads: Tensors, opt: Slots, now: Now) -> None:
     lr, beta1, beta2, weight_decay = now.read("lr", "beta1", "beta2", "weight_decay")
+    eps, bias_correction, eps_inside_sqrt = now.read("eps", "bias_correction", "eps_inside_sqrt")
     for p, g, m, v in zip(params, now.unscale(grads), opt["exp_avg"], opt["exp_avg_sq"], strict=True):
         now.write(m, lerp(m, g, 1 - beta1))
         now.write(v, lerp(v, g.square_(), 1 - beta2))
@@ -148,16 +89,16 @@ def _rule(
     n = now.updates()
     rate = lr * (1 - beta2**n).sqrt() / (1 - beta1**n) if bias_correction else lr
     places = [(segment, i) for i, segments in enumerate(now.segments) for segment in segments]
-    for (segment, i), trust in zip(places, _trust(params, grads, now, bounds), strict=True):
+    for (segment, i), trust in zip(places, _trust(params, grads, now), strict=True):
         segment.of(grads[i]).mul_(trust * rate)
     for p, u in zip(params, grads, strict=True):
         now.write(p, p - u)
 
 
-def _trust(params: list[Tensor], updates: list[Tensor], now: Now, bounds: tuple[float, float]) -> list[Tensor]:
+def _trust(params: Tensors, updates: Tensors, now: Now) -> Tensors:
     """Return the coefficient c of every segment, () each, from two norms per segment and one all-reduce."""
 
-    def squares(flats: list[Tensor]) -> Tensor:
+    def squares(flats: Tensors) -> Tensor:
         views = [s.of(flat) for flat, segments in zip(flats, now.segments, strict=True) for s in segments]
         return torch.stack([norm.double().square() for norm in torch.ops.aten._foreach_norm(views)])
 
@@ -167,4 +108,5 @@ def _trust(params: list[Tensor], updates: list[Tensor], now: Now, bounds: tuple[
     for axis in now.axes:
         both = axis.all_reduce(both, what="optimizer")
     p_norm, u_norm = both.sqrt()
-    return list(torch.where((p_norm > 0) & (u_norm > 0), (p_norm / u_norm).clamp(*bounds), 1.0))
+    ratio = (p_norm / u_norm).clamp(*now.read("min_coeff", "max_coeff"))
+    return list(torch.where((p_norm > 0) & (u_norm > 0), ratio, 1.0))

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fds.errors import OptimizerError, checked_call, did_you_mean
-from fds.optim.arguments import call_text, check_numbers
-from fds.optim.assembly import Now, assemble, lerp
+from fds.optim.assembly import Call, Now, Rule, Slots, Tensors, check_numbers, lerp
 from fds.optim.base import LRSchedule, Optimizer, Segment
 
 # Factor of the learning rate for a parameter of shape (rows, columns).
@@ -64,9 +63,8 @@ def muon(
     >>> muon(0.02, adjust_lr="match_rms_adamw")
     muon(lr=0.02, adjust_lr='match_rms_adamw')
     """
-    text = call_text(muon, locals())
-    check_numbers("muon", lr=lr, weight_decay=weight_decay, momentum=momentum)
-    check_numbers("muon", schedule=False, eps=eps, ns_steps=ns_steps)
+    call = Call.of(muon, locals())
+    check_numbers("muon", schedule=False, ns_steps=ns_steps)
     if adjust_lr not in RATIOS:
         raise OptimizerError(
             "muon: unknown way to adjust the learning rate",
@@ -83,12 +81,8 @@ def muon(
             want="(a, b, c)",
             hint="leave it out: (3.4445, -4.775, 2.0315)",
         )
-    orthogonal = partial(orthogonalize, coefficients=ns_coefficients, num_steps=ns_steps, eps=eps)
-    rule = partial(_rule, orthogonal=orthogonal, nesterov=nesterov, ratio=RATIOS[adjust_lr])
-    hyper = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-    return assemble(
-        rule, text=text, hyper=hyper, slots={"momentum_buffer": 0.0}, whole=True, pieces=True, check=_check_matrices
-    )
+    rule = Rule(call, _rule, slots={"momentum_buffer": 0.0}, check=_check_matrices)
+    return rule.optimizer(whole=True, pieces=True)
 
 
 def orthogonalize(x: Tensor, *, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
@@ -103,8 +97,10 @@ def orthogonalize(x: Tensor, *, coefficients: tuple[float, float, float], num_st
     return y.T if tall else y
 
 
-def _rule(params: list, grads: list, opt: dict, now: Now, *, orthogonal, nesterov: bool, ratio) -> None:
-    lr, weight_decay, momentum = now.read("lr", "weight_decay", "momentum")
+def _rule(params: Tensors, grads: Tensors, opt: Slots, now: Now) -> None:
+    lr, weight_decay, momentum, nesterov = now.read("lr", "weight_decay", "momentum", "nesterov")
+    coefficients, num_steps, eps, adjust_lr = now.read("ns_coefficients", "ns_steps", "eps", "adjust_lr")
+    orthogonal = partial(orthogonalize, coefficients=coefficients, num_steps=num_steps, eps=eps)
     for p, g, b, segments in zip(params, now.unscale(grads), opt["momentum_buffer"], now.segments, strict=True):
         now.write(b, lerp(b, g, 1 - momentum))
         direction = lerp(g, b, momentum) if nesterov else b
@@ -114,7 +110,7 @@ def _rule(params: list, grads: list, opt: dict, now: Now, *, orthogonal, nestero
             x, piece = segment.of(direction).view(segment.shape), segment.piece
             x = x if piece is None else piece.whole(x.bfloat16())  # in which it is orthogonalized: half the bytes
             u = orthogonal(x) if piece is None else piece.cut(orthogonal(x))
-            segment.of(p_new).sub_(u.reshape(-1).to(p.dtype).mul_(lr * ratio(*x.shape)))
+            segment.of(p_new).sub_(u.reshape(-1).to(p.dtype).mul_(lr * RATIOS[adjust_lr](*x.shape)))
         now.write(p, p_new)
 
 

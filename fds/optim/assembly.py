@@ -1,9 +1,12 @@
-"""`assemble` makes an optimizer from an update rule; `Now` is what a rule reads, and how it writes."""
+"""`Call`: the checked arguments of an optimizer; `Rule`: an update in place, of which it makes an optimizer; `Now`."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -11,13 +14,115 @@ import torch
 from torch import Tensor
 
 from fds import reading, tree
+from fds.errors import OptimizerError, is_number
 from fds.kernels.choice import all_run_triton, chosen, explained
-from fds.optim.base import LRSchedule, Optimizer, Segment, Values, at
+from fds.optim.base import LRSchedule, Optimizer, Segment, Values, at, one_dimensional
 from fds.optim.exchange import Exchange, Phases
 
-Rule = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], "Now"], None]
-Kernel = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], "Now", list[Tensor | None]], None]
-Check = Callable[[Sequence[Sequence[Segment]]], None]
+Tensors = list[Tensor]
+Slots = dict[str, Tensors]
+
+
+@attrs.frozen
+class Call:
+    """A call of an optimizer's factory, whose arguments are checked.
+
+    Attributes:
+        text: the call, with the rate and what is not at its default.
+        hyper: what may be a schedule, by name; of the pair `betas`, `beta1` and `beta2`.
+        fixed: all other arguments.
+    """
+
+    text: str
+    hyper: Mapping[str, LRSchedule]
+    fixed: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        factory: Callable,
+        arguments: Mapping[str, Any],
+        *,
+        below: Mapping[str, float] = MappingProxyType({}),
+        **at_most: str,
+    ) -> Call:
+        """Return a call with these arguments, of which annotations say what they may be.
+
+        A `float` is a number from 0 on, below the one of its name in `below`; an `LRSchedule` also a schedule or a
+        0-d tensor, which is read once; `betas` are a pair of such below 1. `min_x="max_x"` has `min_x` be no larger.
+
+        Raises `OptimizerError`, naming the argument, for any other.
+
+        >>> def halve(lr: "LRSchedule" = 0.1, eps: "float" = 1e-8): ...
+        >>> Call.of(halve, {"lr": 0.5, "eps": 1e-8}).text
+        'halve(lr=0.5)'
+        """
+        name, parameters = factory.__name__, inspect.signature(factory).parameters
+        shown = (p for p in parameters if p == "lr" or arguments[p] != parameters[p].default)
+        text = f"{name}({', '.join(f'{p}={_shown(arguments[p])}' for p in shown)})"
+        kinds = {p: parameters[p].annotation for p in parameters}
+        hyper = {p: arguments[p] for p, kind in kinds.items() if kind == "LRSchedule"}
+        check_numbers(name, **hyper)
+        for p in (p for p, kind in kinds.items() if kind == "float"):
+            check_numbers(name, schedule=False, high=below.get(p, inf), **{p: arguments[p]})
+        if "betas" in kinds:
+            hyper["beta1"], hyper["beta2"] = _checked_pair(name, arguments["betas"])
+        for least, most in at_most.items():
+            if arguments[least] > arguments[most]:
+                raise OptimizerError(
+                    f"{name}: {least} is larger than {most}",
+                    where=least,
+                    got=f"{least}={arguments[least]}, {most}={arguments[most]}",
+                    want=f"{least} <= {most}",
+                    hint="swap them",
+                )
+        hyper = {p: float(x) if isinstance(x, Tensor) else x for p, x in hyper.items()}
+        return cls(text, hyper, {p: x for p, x in arguments.items() if p not in hyper and p != "betas"})
+
+
+def check_numbers(factory: str, *, low: float = 0.0, high: float = inf, schedule: bool = True, **values: Any) -> None:
+    """Raise `OptimizerError` for a value outside [low, high), and for a schedule unless `schedule`.
+
+    Where a schedule is allowed a 0-d tensor is too; it is read once.
+
+    >>> check_numbers("adam", eps=1e-8, schedule=False)
+    """
+    bounds = f"a number of at least {low:g}" if high == inf else f"a number in [{low:g}, {high:g})"
+    for name, value in values.items():
+        if callable(value) and schedule:
+            continue
+        if isinstance(value, Tensor) and value.dim() == 0 and value.dtype != torch.bool and schedule:
+            value = float(value)
+        if is_number(value) and low <= value < high:
+            continue
+        raise OptimizerError(
+            f"{factory}: {name} is out of range",
+            where=name,
+            got=repr(value),
+            want=bounds + (", or a schedule f(t)" if schedule else ""),
+            hint="" if schedule or not callable(value) else f"{name} cannot follow a schedule",
+        )
+
+
+def _checked_pair(factory: str, betas: Any) -> tuple[LRSchedule, LRSchedule]:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise OptimizerError(
+            f"{factory}: betas is not a pair",
+            where="betas",
+            got=repr(betas),
+            want="(beta1, beta2)",
+            hint="to schedule a beta, write (beta1, lambda t: ...)",
+        )
+    check_numbers(factory, high=1.0, **{"betas[0]": betas[0], "betas[1]": betas[1]})
+    return betas[0], betas[1]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(map(_shown, value)) + ")"
+    if isinstance(value, Tensor):
+        return repr(float(value))
+    return value.__qualname__ if inspect.isfunction(value) else repr(value)
 
 
 @attrs.frozen
@@ -26,7 +131,7 @@ class Now:
 
     Attributes:
         step: () int64, t.
-        values: every hyper-parameter at t: a float, or a () tensor if reading it would synchronize.
+        values: every hyper-parameter at t: a float, or a () tensor if reading it would synchronize; and what is fixed.
         grad_scale: () float32, or None.
         skip: () bool, or None.
         segments: one list per slice.
@@ -35,7 +140,7 @@ class Now:
     """
 
     step: Tensor
-    values: Mapping[str, float | Tensor]
+    values: Mapping[str, Any]
     grad_scale: Tensor | None
     skip: Tensor | None
     segments: Sequence[Sequence[Segment]]
@@ -93,94 +198,60 @@ class Now:
             kernel(*same, maximize=False, **options)
 
 
-def assemble(
-    rule: Rule,
-    *,
-    text: str,
-    hyper: Mapping[str, LRSchedule],
-    slots: Mapping[str, float],
-    whole: bool = False,
-    pieces: bool = False,
-    elementwise: bool = False,
-    check: Check | None = None,
-    keep_empty: bool = False,
-    kernel: Kernel | None = None,
-    fused: Callable[[torch.device], bool] = lambda device: False,
-    takes_shapes: bool = False,
-    phases: Phases | None = None,
-    numbers: Mapping[str, float] | None = None,
-) -> Optimizer:
-    """Make an optimizer from an in-place rule, and from a kernel that computes the same on accelerators.
+@attrs.frozen(eq=False)
+class Rule:
+    """An update in place, and perhaps a kernel that computes the same on accelerators.
 
     A kernel updates whole slices: an element's result does not depend on its position, and zero padding stays zero. It
     takes floats: if a hyper-parameter other than lr follows a schedule, the rule runs on accelerators too.
 
-    Args:
-        rule: `rule(params, grads, opt, now)`; gradients have the dtype of their params and are still scaled.
-        text: the call that makes the optimizer, its repr.
-        hyper: hyper-parameters that may be schedules, "lr" among them.
+    Attributes:
+        call: the arguments of the optimizer.
+        run: `run(params, grads, opt, now)`; gradients have the dtype of their params and are still scaled.
         slots: slot name -> initial value of its tensors.
-        whole: as in `Optimizer`.
-        pieces: as in `Optimizer`.
-        elementwise: as in `Optimizer`.
-        check: raises for segments that the rule cannot update.
-        keep_empty: the rule also sees parameters of which this rank has no elements, since it communicates.
-        kernel: `kernel(params, grads, opt, now, out)` on whole slices; gradients have their own dtype, still scaled;
-            `out` has one tensor or None per slice.
-        fused: device -> whether the rule runs torch's fused functions there, given floats.
-        takes_shapes: as in `Optimizer`.
-        phases: as in `Optimizer`.
         numbers: slot name -> initial value of one float64 per parameter, of which the rule gets tensors (); only with
             `phases` and `keep_empty`.
+        kernel: `now` -> a function of `fds.kernels`, and arguments of it beside the slices, the slots and the values.
+        fused: device -> whether the rule runs torch's fused functions there, given floats.
+        keep_empty: the rule also sees parameters of which this rank has no elements, since it communicates.
+        check: raises for segments that the rule cannot update.
     """
-    hyper = {name: float(value) if isinstance(value, Tensor) else value for name, value in hyper.items()}
-    lr = hyper.pop("lr")
-    ours = _RuleOptimizer(
-        rule, text.partition("(")[0], lr, hyper, slots, check, keep_empty, kernel, fused, numbers or {}
-    )
-    return Optimizer(
-        ours.init,
-        ours.update,
-        whole,
-        lr=lr,
-        text=text,
-        runs=ours.runs,
-        hyper=hyper,
-        separate=phases is None,
-        elementwise=elementwise,
-        draws=False,
-        takes_shapes=takes_shapes,
-        phases=phases,
-        pieces=pieces,
-    )
 
+    call: Call
+    run: Callable[[Tensors, Tensors, Slots, Now], None]
+    slots: Mapping[str, float] = attrs.field(kw_only=True)
+    numbers: Mapping[str, float] = attrs.field(factory=dict, kw_only=True)
+    kernel: Callable[[Now], tuple[Callable[..., None], dict[str, Any]]] | None = attrs.field(default=None, kw_only=True)
+    fused: Callable[[torch.device], bool] = attrs.field(default=lambda device: False, kw_only=True)
+    keep_empty: bool = attrs.field(default=False, kw_only=True)
+    check: Callable[[Sequence[Sequence[Segment]]], None] = attrs.field(default=lambda segments: None, kw_only=True)
 
-def is_assembled(optimizer: Optimizer) -> bool:
-    """Say whether a rule makes this optimizer, so that its text, its learning rate and `hyper` say all of it."""
-    return isinstance(getattr(optimizer.update, "__self__", None), _RuleOptimizer)
+    @property
+    def name(self) -> str:
+        """The factory of the optimizer, and the name of its kernel."""
+        return self.call.text.partition("(")[0]
 
-
-@attrs.frozen(eq=False)
-class _RuleOptimizer:
-    """The functions of the optimizer that a rule makes; the attributes are the arguments of `assemble`."""
-
-    rule: Rule
-    name: str
-    lr: LRSchedule
-    hyper: Mapping[str, LRSchedule]  # without "lr"
-    slots: Mapping[str, float]
-    check: Check | None
-    keep_empty: bool
-    kernel: Kernel | None
-    fused: Callable[[torch.device], bool]
-    numbers: Mapping[str, float]
+    def optimizer(self, *, phases: Phases | None = None, **more: Any) -> Optimizer:
+        """Return the optimizer; the arguments are attributes of it."""
+        hyper = {name: x for name, x in self.call.hyper.items() if name != "lr"}
+        return Optimizer(
+            self.init,
+            self.update,
+            lr=self.call.hyper["lr"],
+            text=self.call.text,
+            runs=self.runs,
+            hyper=hyper,
+            separate=phases is None,
+            draws=False,
+            phases=phases,
+            **more,
+        )
 
     def init(
         self, segments: Sequence[Sequence[Segment]], *, params: Sequence[Tensor]
     ) -> dict[str, list[Tensor | None]]:
         """Return the slots before the first update."""
-        if self.check is not None:
-            self.check(segments)
+        self.check(segments)
         opt: dict[str, list[Tensor | None]] = {
             name: [torch.full_like(p, x, requires_grad=False) for p in params] for name, x in self.slots.items()
         }
@@ -208,21 +279,22 @@ class _RuleOptimizer:
         """Write into params, slots and gradients by the kernel where it can run, else by the rule."""
         if not params:
             return params, opt
-        now = Now(step, self.hyper_at(step, lr, values), grad_scale, skip, segments, axes, exchange)
+        hyper = self.call.hyper if values is None else {**self.call.hyper, **values.hyper}
+        read = {name: _read_on_cpu(at(x, step, name)) for name, x in hyper.items() if name != "lr"}
+        read["lr"] = _read_on_cpu(at(self.call.hyper["lr"], step) if lr is None else lr)
+        now = Now(step, {**self.call.fixed, **read}, grad_scale, skip, segments, axes, exchange)
         with torch.no_grad():
             # a graph would not have its launches, which are no operators
             kernel = self.kernel if reading.now.recording is None else None
-            if kernel is not None and all_run_triton(self.name, params) and now.static(*self.hyper):
-                kernel(params, list(grads), opt, now, [None] * len(params) if out is None else list(out))
+            if kernel is not None and all_run_triton(self.name, params) and now.static(*read.keys() - {"lr"}):
+                launch, more = kernel(now)
+                slots = {name: opt[name] for name in self.slots}
+                out_of = [None] * len(params) if out is None else list(out)
+                options = {**now.values, **now.read_on_device(), **more}
+                launch(params, one_dimensional(grads), **slots, **options, out=out_of)
             else:
                 self.run_rule(params, grads, opt, now, out)
         return params, opt
-
-    def hyper_at(self, step: Tensor, lr: Tensor | None, values: Values | None) -> dict[str, float | Tensor]:
-        """Return every hyper-parameter at t = `step` (): those that were passed, else evaluated here."""
-        others = {name: at(x, step, name) for name, x in self.hyper.items()} if values is None else values.hyper
-        rate = at(self.lr, step) if lr is None else lr
-        return {name: _read_on_cpu(value) for name, value in {**others, "lr": rate}.items()}
 
     def run_rule(
         self, slices: list[Tensor], grads: Sequence[Tensor], opt: dict, now: Now, out: list[Tensor] | None
@@ -241,13 +313,13 @@ class _RuleOptimizer:
             grads = [g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
         if numbers is not None:
             opt = {**opt, **numbers}
-        self.rule(params, list(grads), opt, now if alone is now.segments else attrs.evolve(now, segments=alone))
+        self.run(params, list(grads), opt, now if alone is now.segments else attrs.evolve(now, segments=alone))
         if out is not None:
             torch.ops.aten._foreach_copy_(out, slices)
 
     def runs(self, device: torch.device, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> str:
         """Return what updates parameters of these dtypes on a device, in words: all together, the kernel or not."""
-        static = device.type == "cpu" or not any(map(callable, self.hyper.values()))
+        static = device.type == "cpu" or not any(callable(x) for name, x in self.call.hyper.items() if name != "lr")
         has_kernel = self.kernel is not None and static
         other = [dtype for dtype in dtypes if has_kernel and chosen(self.name, device, dtype) != "triton"]
         if has_kernel and not other:
@@ -255,6 +327,11 @@ class _RuleOptimizer:
         words = "torch's fused functions" if static and self.fused(device) else "torch's formula"
         why = f" ({explained(self.name, device, other[0])})" if other and device.type == "cuda" else ""
         return f"{self.name}: {words}{why}"
+
+
+def is_assembled(optimizer: Optimizer) -> bool:
+    """Say whether a rule makes this optimizer, so that its text, its learning rate and `hyper` say all of it."""
+    return isinstance(getattr(optimizer.update, "__self__", None), Rule)
 
 
 def _by_segment(

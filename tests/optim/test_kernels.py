@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import fds
-from fds import tree
+from fds import kernels, tree
 from fds.kernels import choice, only, prefer_triton
-from fds.kernels.optimizers import adam_update, lamb_update, lion_update, sgd_update
 from fds.optim import Optimizer, adagrad, adam, adamw, assembly, by_name, lamb, lion, muon, sgd
 from tests.bits import assert_same_bits
 
@@ -32,17 +31,17 @@ OPTIMIZERS = {
     "by_name": by_name({"p1": adamw(falling), "*": sgd(0.1, momentum=0.9)}),
 }
 every = pytest.mark.parametrize("name", OPTIMIZERS)
-KERNELS = [(adam_update, "adamw"), (lamb_update, "lamb"), (lion_update, "lion"), (sgd_update, "sgd")]
+KERNELS = ["adamw", "lamb", "lion", "sgd"]
 
 
 @pytest.fixture
 def launches(monkeypatch):
     """The names of the kernels that were called, one after another."""
     called = []
-    for module, name in KERNELS:
-        function = getattr(module, name)
+    for name in KERNELS:
+        function = getattr(kernels, name)
         spy = lambda *args, _name=name, _function=function, **more: (called.append(_name), _function(*args, **more))[1]
-        monkeypatch.setattr(module, name, spy)
+        monkeypatch.setattr(kernels, name, spy)
     return called
 
 
