@@ -20,8 +20,7 @@ from fds.kernels.activations.gelu import bias_gelu
 from fds.kernels.attentions._rotary import rotary
 from fds.kernels.norms.layer_normalization import add_layer_norm, layer_norm
 from fds.kernels.norms.rms_normalization import rms_norm
-from fds.kernels.optimizers import lion_update, sgd_update
-from fds.kernels.optimizers.adam_update import adamw
+from fds.kernels.optimizers.elementwise import adamw, lion, lion_reference, sgd, sgd_reference
 
 BF16, F32 = torch.bfloat16, torch.float32
 HYPER = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
@@ -77,10 +76,10 @@ def updates(setting: Setting) -> Iterator[Work]:
     given = together(**state, **low, lr=scalars["lr"])
     few = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
     with_few = lambda f: lambda **x: f(**x, **few)
-    ways = [Way("fds", with_few(lion_update.lion)), Way("torch eager", with_few(lion_update.reference))]
+    ways = [Way("fds", with_few(lion)), Way("torch eager", with_few(lion_reference))]
     yield Work("lion", f"{n} in float32, bfloat16 gradients and copy", "update", given, ways, ways[1], n * 20, at_speed)
     step = lambda f: lambda exp_avg, **x: f(momentum_buffer=exp_avg, momentum=0.9, weight_decay=0.1, **x)
-    ways = [Way("fds", step(sgd_update.sgd)), Way("torch eager", step(sgd_update.reference))]
+    ways = [Way("fds", step(sgd)), Way("torch eager", step(sgd_reference))]
     given = together(**state, **low, lr=scalars["lr"], step=scalars["step"])
     yield Work(
         "sgd, momentum",

@@ -30,22 +30,22 @@ from fds.kernels.evidence import HOMES, Passed, fingerprint, kernel_of
 
 # Files of tests/kernels, in each of which a kernel has to pass all; together they take every dtype.
 TESTS = {
-    "adamw": "adam_update flat multi_tensor",
+    "adamw": "elementwise flat multi_tensor",
     "bias_dropout_add": "dropout_add philox",
     "bias_gelu": "gelu",
     "bias_gelu_linear": "gelu",
     "cross_entropy": "cross_entropy",
     "flash_attention": "flash attention philox",
-    "lamb": "lamb_update flat",
+    "lamb": "lamb flat",
     "layer_norm": "layer_normalization normalization normalization_use",
     "linear_cross_entropy": "linear_cross_entropy cross_entropy",
-    "lion": "lion_update flat multi_tensor",
+    "lion": "elementwise flat multi_tensor",
     "masked_softmax": "softmax philox",
     "pack_signs": "messages",
     "quantize": "messages",
     "rms_norm": "rms_normalization normalization normalization_use",
     "rotary": "rotary",
-    "sgd": "sgd_update flat multi_tensor",
+    "sgd": "elementwise flat multi_tensor",
     "sum_messages": "messages",
     "swiglu": "swiglu",
 }

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from fds.kernels.messages.sums import dequantize, sum_messages, unpack_signs
     from fds.kernels.norms.layer_normalization import add_layer_norm, layer_norm
     from fds.kernels.norms.rms_normalization import add_rms_norm, rms_norm
-    from fds.kernels.optimizers.adam_update import adamw
-    from fds.kernels.optimizers.lamb_update import lamb
-    from fds.kernels.optimizers.lion_update import lion
-    from fds.kernels.optimizers.sgd_update import sgd
+    from fds.kernels.optimizers.elementwise import adamw, lion, sgd
+    from fds.kernels.optimizers.lamb import lamb
 
 __getattr__, __dir__ = lazily(__name__, {
     "fds.kernels.activations._swiglu": "swiglu",
@@ -47,10 +45,8 @@ __getattr__, __dir__ = lazily(__name__, {
     "fds.kernels.messages.sums": "dequantize sum_messages unpack_signs",
     "fds.kernels.norms.layer_normalization": "add_layer_norm layer_norm",
     "fds.kernels.norms.rms_normalization": "add_rms_norm rms_norm",
-    "fds.kernels.optimizers.adam_update": "adamw",
-    "fds.kernels.optimizers.lamb_update": "lamb",
-    "fds.kernels.optimizers.lion_update": "lion",
-    "fds.kernels.optimizers.sgd_update": "sgd",
+    "fds.kernels.optimizers.elementwise": "adamw lion sgd",
+    "fds.kernels.optimizers.lamb": "lamb",
 })
 
 __all__ = [

@@ -25,22 +25,22 @@ RECORD = HERE / "passed.json"
 
 # The module of each kernel. Entries, and `fds.kernels.chosen`, name kernels by the functions that run them.
 HOMES = {
-    "adamw": "optimizers/adam_update.py",
+    "adamw": "optimizers/elementwise.py",
     "bias_dropout_add": "activations/dropout_add.py",
     "bias_gelu": "activations/gelu.py",
     "bias_gelu_linear": "activations/gelu_linear.py",
     "cross_entropy": "losses/_cross_entropy.py",
     "flash_attention": "attentions/flash.py",
-    "lamb": "optimizers/lamb_update.py",
+    "lamb": "optimizers/lamb.py",
     "layer_norm": "norms/layer_normalization.py",
     "linear_cross_entropy": "losses/_linear_cross_entropy.py",
-    "lion": "optimizers/lion_update.py",
+    "lion": "optimizers/elementwise.py",
     "masked_softmax": "attentions/softmax.py",
     "pack_signs": "messages/signs.py",
     "quantize": "messages/quantized.py",
     "rms_norm": "norms/rms_normalization.py",
     "rotary": "attentions/_rotary.py",
-    "sgd": "optimizers/sgd_update.py",
+    "sgd": "optimizers/elementwise.py",
     "sum_messages": "messages/sums.py",
     "swiglu": "activations/_swiglu.py",
 }

@@ -16,11 +16,9 @@ from torch import Tensor
 from fds.errors import KernelError
 from fds.kernels import only
 from fds.kernels.language import jit, tl
-from fds.kernels.optimizers import flat
-from fds.kernels.optimizers.adam_update import adamw, reference as adam_reference
-from fds.kernels.optimizers.lamb_update import lamb, reference as lamb_reference
-from fds.kernels.optimizers.lion_update import lion, reference as lion_reference
-from fds.kernels.optimizers.sgd_update import reference as sgd_reference, sgd
+from fds.kernels.optimizers import slices
+from fds.kernels.optimizers.elementwise import adam_reference, adamw, lion, lion_reference, sgd, sgd_reference
+from fds.kernels.optimizers.lamb import lamb, reference as lamb_reference
 from tests.kernels.accuracy import AWKWARD, DTYPES, assert_near, random
 
 
@@ -302,15 +300,15 @@ def test_a_bad_hyper_parameter_is_refused_by_name(name, where, bad):
 @jit
 def _corrections(updates_ptr, out_ptr, log_beta):
     i = tl.program_id(0)
-    tl.store(out_ptr + i, flat.correction(tl.load(updates_ptr + i), log_beta))
+    tl.store(out_ptr + i, slices.correction(tl.load(updates_ptr + i), log_beta))
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.99, 0.999, 0.9999999])
 def test_the_correction_of_moments_does_not_cancel(beta):
     updates = torch.tensor([1, 2, 3, 10, 50, 99, 1000, 10**5, 2**40])
     out = torch.empty(len(updates))
-    _corrections[(len(updates),)](updates, out, flat.log_of(beta))
-    want = -torch.expm1(updates.double() * flat.log_of(beta))
+    _corrections[(len(updates),)](updates, out, slices.log_of(beta))
+    want = -torch.expm1(updates.double() * slices.log_of(beta))
     # n, log(beta) and their product are rounded, half a unit each; the series or 1 - exp adds two units
     assert ((out.double() - want).abs() <= 3.5 * 2**-23 * want).all()
-    assert flat.log_of(beta, corrected=False) == -math.inf
+    assert slices.log_of(beta, corrected=False) == -math.inf

@@ -6,9 +6,8 @@ from hypothesis import given, strategies as st
 
 from fds.errors import KernelError
 from fds.kernels import only
-from fds.kernels.optimizers import _multi_tensor
-from fds.kernels.optimizers.lamb_tiles import tiles_of
-from fds.kernels.optimizers.lamb_update import _moments_kernel, _params_kernel, _sum_kernel, lamb, reference
+from fds.kernels.optimizers import slices
+from fds.kernels.optimizers.lamb import _moments_kernel, _params_kernel, _sum_kernel, lamb, reference, tiles_of
 from tests.kernels.accuracy import assert_near, random
 
 BETAS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
@@ -201,9 +200,9 @@ def test_large_slices_and_those_of_a_captured_graph_are_launched_one_by_one(way,
         lamb(*several(), segments=SEGMENTS, **BETAS, **BOUNDS, **now())  # makes the tables
         launched.clear()
         if way == "captured":
-            monkeypatch.setattr(_multi_tensor, "is_capturing", lambda device: True)
+            monkeypatch.setattr(slices, "is_capturing", lambda device: True)
         else:
-            monkeypatch.setattr(_multi_tensor, "LARGE", 1)
+            monkeypatch.setattr(slices, "LARGE", 1)
         lamb(*mine, segments=SEGMENTS, **BETAS, **BOUNDS, **now())
         assert launched == ["_moments_kernel"] * 4 + ["_sum_kernel"] + ["_params_kernel"] * 4
         one_by_one(theirs, none)

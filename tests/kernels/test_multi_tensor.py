@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fds.errors import KernelError
 from fds.kernels import only
-from fds.kernels.optimizers import _multi_tensor
+from fds.kernels.optimizers import slices
 from tests.devices import DEVICE
 from tests.kernels.accuracy import DTYPES
 from tests.kernels.test_flat import UPDATES
@@ -26,8 +26,8 @@ Columns = list[list[Any]]
 @pytest.fixture
 def launched(monkeypatch):
     """What was launched, one after another."""
-    found, launches = [], _multi_tensor.launches
-    monkeypatch.setattr(_multi_tensor, "launches", lambda rows: (found.append(at) or at for at in launches(rows)))
+    found, launches = [], slices.launches
+    monkeypatch.setattr(slices, "launches", lambda rows: (found.append(at) or at for at in launches(rows)))
     return found
 
 
@@ -138,13 +138,13 @@ def test_large_slices_and_those_of_a_captured_graph_are_launched_one_by_one(name
     theirs = copies(mine)
     with only("triton"):
         LISTS[name].run(*mine, **keywords)
-        monkeypatch.setattr(_multi_tensor, "LARGE", 201)
+        monkeypatch.setattr(slices, "LARGE", 201)
         LISTS[name].run(*mine, **keywords)
         assert [at.table is None for at in launched] == [False, False]
-        monkeypatch.setattr(_multi_tensor, "LARGE", 200)
+        monkeypatch.setattr(slices, "LARGE", 200)
         LISTS[name].run(*mine, **keywords)
         monkeypatch.undo()
-        monkeypatch.setattr(_multi_tensor, "is_capturing", lambda device: True)
+        monkeypatch.setattr(slices, "is_capturing", lambda device: True)
         LISTS[name].run(*mine, **keywords)
         for _ in range(4):
             one_by_one(name, theirs, **keywords)
@@ -184,8 +184,8 @@ def test_tensors_but_param_may_have_any_shape_of_as_many_elements(name):
 
 def test_tables_are_made_once_for_the_same_memory_and_tiles_once_for_the_same_lengths():
     ones, others = ([[torch.ones(n) for n in (5, 2000, 3)] for _ in range(2)] for _ in range(2))
-    made = [_multi_tensor.columns({"out": None}, param=xs[0], grad=xs[1]) for xs in (ones, ones, others)]
-    (first,), (again,), (other,) = (list(_multi_tensor.launches(x)) for x in made)
+    made = [slices.columns({"out": None}, param=xs[0], grad=xs[1]) for xs in (ones, ones, others)]
+    (first,), (again,), (other,) = (list(slices.launches(x)) for x in made)
     assert again.table is first.table and again.tiles is first.tiles
     assert first.table is not None and first.tiles is not None
     assert other.table is not first.table and other.tiles is first.tiles

@@ -25,7 +25,7 @@ import attrs
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv-matrix"
-PARTS = ["fds", "tests/unit", "tests/transforms", "tests/optim", "tests/laws", "tests/kernels/test_adam_update.py"]
+PARTS = ["fds", "tests/unit", "tests/transforms", "tests/optim", "tests/laws", "tests/kernels/test_elementwise.py"]
 CHECKS = {"ruff", "pyright", "pre-commit", "build"}  # which need no other version
 TORCHS_OWN = ["filelock", "typing_extensions", "sympy", "networkx", "jinja2", "fsspec"]  # beside CUDA and Triton
 

@@ -245,7 +245,7 @@ MUTANTS = (
     ),
     Mutant(
         "slices-of-one-launch-by-the-first-length",
-        "fds/kernels/optimizers/_multi_tensor.py",
+        "fds/kernels/optimizers/slices.py",
         "block = tl.load(tiles_ptr + tl.program_id(0).to(tl.int64) * 2 + 1)",
         "block = tl.load(tiles_ptr + tl.program_id(0).to(tl.int64) * 2 + 1) * 0",
         "of many slices in one launch only the first block is updated",
@@ -253,7 +253,7 @@ MUTANTS = (
     ),
     Mutant(
         "skipped-update-writes",
-        "fds/kernels/optimizers/flat.py",
+        "fds/kernels/optimizers/slices.py",
         "mask = tl.where(tl.load(skip_ptr) == 0, inside, False)",
         "mask = inside",
         "a kernel updates in a skipped step",
