@@ -96,7 +96,7 @@ DIVIDED = [
 SOME = [ZERO[1], ZERO[2], ZERO[7], GATHERED[1]]
 PIECES = [
     splitting.Place(2),
-    splitting.Place(3),
+    splitting.Place(4),
     *(splitting.Place(2, data=2, zero=zero) for zero in range(4)),
     splitting.Place(2, stages=2),
     splitting.Place(2, data=1, zero=1, replicas=2),
@@ -141,7 +141,7 @@ FAMILIES = {
     "local": Family(30, LAYERED, APART, SEPARATE, may=USUAL, calls=6),
     "transports": Family(44, LAYERED, SENT, SEPARATE, may=USUAL),
     "tensor": Family(14, [transformed], DIVIDED, ["adamw", "lamb", "momentum", "muon_in_blocks"], may=USUAL),
-    "pairs": Family(12, [pairs], PIECES, EVERY, may=USUAL),
+    "pairs": Family(12, [pairs], PIECES, EVERY, may=[x for x in USUAL if x not in ("half", "precision")]),
     "sequences": Family(12, [sequences], CUT, SEPARATE, may=USUAL, calls=3),
     "notes": Family(16, [problems.layers], [*ALONE, *SOME, *PIPES[:2], PIPES[7]], EVERY, [("noting",)], USUAL),
     "weights": Family(16, WEIGHED, [*SOME, PIPES[6], ALONE[1], APART[0]], EVERY, may=USUAL),
