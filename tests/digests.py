@@ -38,7 +38,8 @@ from tests.compositions import Composition, Start
 from tests.families import compositions
 
 Words = dict[str, str]
-LARGE = ("gather", "reduce", "optimizer", "send", "recv", "")  # what carries buckets or activations, or is a loss's own
+# what small messages are for; others carry buckets, activations, fragments, or are a loss's or an optimizer's own
+SMALL = {"scalars", "weights", "notes", "buffers", "norm", "step", "batch", "offload", "what lives elsewhere"}
 
 
 def main() -> int:
@@ -54,7 +55,9 @@ def main() -> int:
     results = all_results([i for i, one in enumerate(ALL) if re.search(options.only, one.name)], options.jobs)
     if options.what == "messages":
         for result in results:
-            print(result.name, *result.messages, sep="\n    ")
+            print(result.name, f"{result.small} small", *result.messages, sep="\n    ")
+        counts = sorted(Counter(result.small for result in results if "error" not in result.digests).items())
+        print("small messages a call:", ", ".join(f"{n} in {count} compositions" for n, count in counts))
         return 0
     digests = {result.name: result.digests for result in results}
     refused = sum("error" in words for words in digests.values())
@@ -95,11 +98,12 @@ def apart(before: Words, now: Words) -> list[str]:
 
 @attrs.frozen
 class Result:
-    """What one composition gave: digests of its numbers, and the messages of its last call."""
+    """What one composition gave: digests of its numbers; the messages of its last call, and how many are small."""
 
     name: str
     digests: Words
     messages: list[str]
+    small: int = 0
 
 
 def all_results(indices: list[int], jobs: int) -> list[Result]:
@@ -131,9 +135,9 @@ def result_of(index: int) -> Result:
     kinds: Counter[str] = Counter()
     for _, sent in ranks:
         kinds |= sent  # the most that any rank starts
-    small = sum(count for kind, count in kinds.items() if kind.split(", ")[1] not in LARGE)
-    messages = [f"{small} small", *(f"{count} {kind}" for kind, count in sorted(kinds.items()))]
-    return Result(composition.name, digests, messages)
+    small = sum(count for kind, count in kinds.items() if kind.startswith("exchange") or kind.split(", ")[1] in SMALL)
+    messages = [f"{count} {kind}" for kind, count in sorted(kinds.items())]
+    return Result(composition.name, digests, messages, small)
 
 
 class Kinds(Traffic):
