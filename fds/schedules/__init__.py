@@ -10,13 +10,16 @@ True
 >>> drop = lambda t: torch.where(t < 100, 0.1, 0.01)
 """
 
-from fds.schedules._constant import constant
-from fds.schedules._delayed import delayed
-from fds.schedules._lr_range_test import lr_range_test
-from fds.schedules._one_cycle import one_cycle, one_cycle_momentum
-from fds.schedules._warmup import warmup
-from fds.schedules._warmup_cosine import warmup_cosine
-from fds.schedules._warmup_decay import warmup_decay
+from fds.schedules._formulas import (
+    constant,
+    delayed,
+    lr_range_test,
+    one_cycle,
+    one_cycle_momentum,
+    warmup,
+    warmup_cosine,
+    warmup_decay,
+)
 
 __all__ = [
     "constant",
