@@ -7,11 +7,8 @@ axes, inside a node and between nodes; `rows` sends the rows that are not 0, and
 itself is never coded, so nothing of it is lost.
 """
 
-from fds.transports._cast import cast
+from fds.transports._codes import cast, onebit, quantized, topk
 from fds.transports._hierarchical import hierarchical
-from fds.transports._onebit import onebit
-from fds.transports._quantized import quantized
 from fds.transports._rows import rows
-from fds.transports._topk import topk
 
 __all__ = ["cast", "hierarchical", "onebit", "quantized", "rows", "topk"]
