@@ -29,7 +29,7 @@ from benchmarks.kernel_works import WITHIN
 from fds.kernels.attentions import flash, flash_backward
 from fds.kernels.attentions.flash_blocks import blocks
 from fds.kernels.choice import only
-from fds.kernels.shared_memory import LEAST, limit
+from fds.kernels.language import LEAST, limit
 
 Key = tuple[int, int, str]  # of a row in a launch table, see fds.kernels.attentions.flash_blocks.kind
 Row = Mapping[str, int]

@@ -18,8 +18,7 @@ from fds.kernels.activations._swiglu import swiglu
 from fds.kernels.activations.dropout_add import bias_dropout_add
 from fds.kernels.activations.gelu import bias_gelu
 from fds.kernels.attentions._rotary import rotary
-from fds.kernels.norms.layer_normalization import add_layer_norm, layer_norm
-from fds.kernels.norms.rms_normalization import rms_norm
+from fds.kernels.norms.normalization import add_layer_norm, layer_norm, rms_norm
 from fds.kernels.optimizers.elementwise import adamw, lion, lion_reference, sgd, sgd_reference
 
 BF16, F32 = torch.bfloat16, torch.float32

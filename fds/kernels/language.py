@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ except ImportError:  # not on Linux: references run, and requesting a kernel rai
     TensorDescriptor: Any = None
 
 __all__ = [
-    "TensorDescriptor", "cdiv", "current_stream", "is_capturing", "is_interpreted", "is_there", "jit",
-    "next_power_of_2", "num_processors", "on", "rehearsing_capture", "tl", "to_device", "triton",
+    "TensorDescriptor", "cdiv", "current_stream", "fitting", "is_capturing", "is_interpreted", "is_there", "jit",
+    "next_power_of_2", "num_processors", "on", "rehearsing_capture", "shared_memory", "tl", "to_device", "triton",
 ]
 
 is_there = triton is not None
@@ -99,3 +99,31 @@ def on(x: Tensor) -> contextlib.AbstractContextManager:
 
 
 _HERE = contextlib.nullcontext()
+
+
+# Rows of launch tables go by the KiB of shared memory that a block may use, of which few GPUs have as much as Hopper:
+# 163 of compute capability 8.0 and 8.7, 99 of 8.6, 8.9 and 12.0, 227 of 9.0 and 10.0. Source: CUDA C++ Programming
+# Guide, table "Technical specifications per compute capability", the most shared memory per thread block.
+LEAST = 99  # of the GPUs that can run bfloat16, from compute capability 8.0 on; every table has a row for it
+MOST = 227
+
+Row = TypeVar("Row")
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return how many KiB of shared memory a block may use on a device; on the CPU, to be interpreted, as on Hopper."""
+    if device.type != "cuda":
+        return MOST
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024
+
+
+def fitting(rows: Mapping[int, Row], device: torch.device) -> Row:
+    """Return the row for the most KiB that the device has; on a device with less than all ask for, that for the least.
+
+    There is no smaller row to fall back to, so Triton refuses such a launch there by the bytes that it needs.
+    """
+    if len(rows) == 1:
+        return next(iter(rows.values()))
+    most = shared_memory(device)
+    return rows[max((kib for kib in rows if kib <= most), default=min(rows))]

@@ -7,7 +7,7 @@ from benchmarks.attention_tables import TABLES, candidates, taken, tuned, writte
 from benchmarks.children import Pool
 from benchmarks.kernel_timing import Clock
 from fds.kernels.attentions.flash_blocks import blocks
-from fds.kernels.shared_memory import fitting
+from fds.kernels.language import fitting
 
 CPU = torch.device("cpu")
 KEY = (64, 2, "masked")

@@ -25,7 +25,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.absent_gpu import AbsentGpu
-from fds.kernels import choice, language, shared_memory
+from fds.kernels import choice, language
 
 BIN = Path(nvidia.__file__).parent / "bin"
 CASES = Path(__file__).parent / "cases"
@@ -50,7 +50,7 @@ def launches(
     """
     found: dict[tuple, tuple] = {}
     seen: set[tuple] = set()
-    run, limit, now = JITFunction.run, shared_memory.limit, ("", torch.float32)
+    run, limit, now = JITFunction.run, language.shared_memory, ("", torch.float32)
     depends = not narrow
 
     def limit_of_target(device: torch.device) -> int:
@@ -72,7 +72,7 @@ def launches(
     cases = [importlib.import_module(f"tests.kernels.cases.{name}").cases for name in names]
     absent: Any = AbsentGpu(target)
     driver.set_active(absent)
-    JITFunction.run, language.is_interpreted, shared_memory.limit = compile_only, True, limit_of_target
+    JITFunction.run, language.is_interpreted, language.shared_memory = compile_only, True, limit_of_target
     try:
         with choice.only("triton"):
             for of_kernel in cases:
@@ -82,7 +82,7 @@ def launches(
                         if not only or case in only:
                             thunk()
     finally:
-        JITFunction.run, language.is_interpreted, shared_memory.limit = run, False, limit
+        JITFunction.run, language.is_interpreted, language.shared_memory = run, False, limit
     return list(found.values())
 
 

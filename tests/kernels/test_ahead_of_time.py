@@ -20,7 +20,6 @@ DTYPES = {"float32", "float16", "bfloat16"}
 ELSEWHERE = {
     "normalization_forward": "layer_normalization",
     "normalization_backward": "layer_normalization",
-    "normalization_backward_long": "layer_normalization",
     "flash_backward": "flash",
 }
 # Bytes that spill, outside of the loops, where a block has every kind of mask at once.
@@ -31,8 +30,8 @@ SPILLED = {
 # What Triton 3.9 spills of kernels whose launch tables are of 3.7, the release that torch's GPU builds bring.
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
     SPILLED = {
-        ("normalization_backward_long._kernel", "65536 columns"): 8,
-        ("normalization_backward_long._kernel", "65536 columns, sum"): 8,
+        ("normalization_backward._long_kernel", "65536 columns"): 8,
+        ("normalization_backward._long_kernel", "65536 columns, sum"): 8,
         ("gelu._backward_kernel", "64 x 4096 tanh, bias, recompute=True"): 8,
         ("gelu._backward_kernel", "64 x 4096 none, bias, recompute=True"): 8,
         ("flash._forward_kernel", "128 causal key_padding bias p seed"): 24,

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from fds.errors import KernelError
 from fds.kernels.choice import only
-from fds.kernels.losses import _cross_entropy as token_loss, loss_and_gradient
+from fds.kernels.losses import _cross_entropy as token_loss, logit_rows
 from fds.kernels.losses._cross_entropy import cross_entropy, reference
 from tests.devices import DEVICE
 from tests.kernels.accuracy import AWKWARD, DTYPES, TOLERANCE, assert_near, in_float64, random, strided
@@ -209,7 +209,7 @@ def test_all_is_written_and_nothing_around_is_read_or_written(dtype):
                 assert_near(logits, dwant)
                 assert around[:shift].isnan().all() and around[shift + 3 * num_classes :].isnan().all()
                 around.copy_(before)
-                loss_and_gradient.launch(logits, targets, loss.fill_(float("nan")), *given)
+                logit_rows.launch_with_gradient(logits, targets, loss.fill_(float("nan")), *given)
     with only("triton"), poisoned():
         x, t = made(3, 123, dtype=dtype)
         cross_entropy(x, t).backward()
@@ -240,7 +240,7 @@ def test_loss_and_gradient_at_once_are_those_of_two_kernels(num_classes, width, 
         overwritten, gradient = (torch.empty(4, width, dtype=dtype)[:, :num_classes].copy_(logits) for _ in range(2))
         token_loss.launch_forward(logits, targets, loss, norms, *options)
         token_loss.launch_backward(torch.ones(1).expand(4), logits, targets, norms, gradient, *options)
-        loss_and_gradient.launch(overwritten, targets, both, *options)
+        logit_rows.launch_with_gradient(overwritten, targets, both, *options)
         assert both[3].isnan() and overwritten[3].isnan().all()
         assert_near(both[:3], loss[:3])
         assert_near(overwritten[:3], gradient[:3])

@@ -7,12 +7,12 @@ from hypothesis import given, settings, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fds.errors import KernelError
-from fds.kernels import philox, shared_memory
+from fds.kernels import language, philox
 from fds.kernels.attentions import flash, flash_backward
 from fds.kernels.attentions.flash import flash_attention, reference
 from fds.kernels.attentions.flash_blocks import described
 from fds.kernels.choice import only
-from fds.kernels.shared_memory import LEAST, MOST
+from fds.kernels.language import LEAST, MOST
 from tests.devices import DEVICE
 from tests.kernels.accuracy import DTYPES, TOLERANCE, assert_near, in_float64, random, strided
 from tests.kernels.ways import (
@@ -273,7 +273,7 @@ def test_every_row_of_the_launch_tables_will_do(d, dtype, kib, few_blocks, monke
     if dtype == torch.float32 and kib == LEAST:
         assert all(list(rows) == [LEAST] for key, rows in flash.LAUNCH.items() if key[1] == 4)
         return  # those for the least are all that there are
-    monkeypatch.setattr(shared_memory, "limit", lambda device: kib)
+    monkeypatch.setattr(language, "shared_memory", lambda device: kib)
     few_blocks.undo()
     try:
         compare(*qkv(1, 1, 33, 35, d, dtype), kinds=["triton"], causal=True)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from fds.kernels import only
-from fds.kernels.norms import normalization_backward, normalization_backward_long
+from fds.kernels.norms import normalization_backward
 from tests.kernels.accuracy import DTYPES, NAMES, TOLERANCE, distance, random, strided
 from tests.kernels.normalized import KINDS, NORMS, check, example, normalized
 from tests.kernels.ways import poisoned
@@ -78,7 +78,7 @@ def test_programs_walk_over_more_rows_than_they_are():
 @pytest.mark.parametrize(("columns", "invertible"), [(8200, True), (12288, False), (4099, False)])
 def test_slabs_of_long_rows_are_summed_apart(norm, columns, invertible, monkeypatch):
     # a slab of four rows and one of a single row; chunks that end within a row, that end with it, unaligned ones
-    monkeypatch.setattr(normalization_backward_long, "SLAB", 4)
+    monkeypatch.setattr(normalization_backward, "SLAB", 4)
     among = "x residual weight bias" if invertible else "x weight bias"
     with only("triton"):
         check(norm, example(norm, 5, columns, among=among), returns_sum=invertible, invertible=invertible)

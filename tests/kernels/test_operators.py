@@ -11,8 +11,7 @@ import fds.kernels
 from fds.errors import KernelError
 from fds.kernels.activations._swiglu import swiglu
 from fds.kernels.choice import only
-from fds.kernels.first_order import Function
-from fds.kernels.operators import Operator
+from fds.kernels.operators import Function, Operator
 from tests.kernels.accuracy import random
 from tests.kernels.ways import WAYS, plain
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fds.kernels.shared_memory import LEAST, MOST, fitting, limit
+from fds.kernels.language import LEAST, MOST, fitting, limit
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fds
 from fds.errors import KernelError
-from fds.kernels.attentions._attention import attention
 from fds.kernels.attentions.flash import flash_attention
+from fds.kernels.attentions.scaled_dot_product import attention
 from fds.kernels.attentions.softmax import masked_softmax
 from fds.kernels.choice import only
 from fds.nn import TransformerConfig, TransformerLayer, transformer_layer

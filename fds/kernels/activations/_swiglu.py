@@ -18,9 +18,8 @@ from torch import Tensor
 
 from fds.kernels import arguments
 from fds.kernels.choice import runs_triton
-from fds.kernels.first_order import Function, first_order
 from fds.kernels.language import cdiv, jit, on, tl
-from fds.kernels.operators import operator
+from fds.kernels.operators import Function, first_order, operator
 
 
 def reference(gate: Tensor, up: Tensor) -> Tensor:

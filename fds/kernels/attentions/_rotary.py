@@ -23,9 +23,8 @@ from torch import Tensor
 from fds.errors import KernelError
 from fds.kernels import arguments
 from fds.kernels.choice import runs_triton
-from fds.kernels.first_order import Function
 from fds.kernels.language import cdiv, jit, next_power_of_2, on, tl
-from fds.kernels.operators import operator
+from fds.kernels.operators import Function, operator
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

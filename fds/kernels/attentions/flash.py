@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fds.errors import KernelError
 from fds.kernels import arguments, philox
-from fds.kernels.attentions.flash_arguments import check, positive
+from fds.kernels.arguments import attention as check, positive
 from fds.kernels.attentions.flash_backward import backward
 from fds.kernels.attentions.flash_blocks import (
     COUNTS,
@@ -44,11 +44,9 @@ from fds.kernels.attentions.flash_blocks import (
     store_rows,
 )
 from fds.kernels.choice import is_demanded, runs_triton
-from fds.kernels.first_order import Function, first_order
-from fds.kernels.language import cdiv, jit, on, tl
-from fds.kernels.operators import operator
+from fds.kernels.language import cdiv, fitting, jit, on, tl
+from fds.kernels.operators import Function, first_order, operator
 from fds.kernels.philox import keep
-from fds.kernels.shared_memory import fitting
 
 MOST_BYTES = 512  # of a row of q that fits into a block
 

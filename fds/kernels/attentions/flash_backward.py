@@ -38,10 +38,9 @@ from fds.kernels.attentions.flash_blocks import (
     store_numbers,
     store_rows,
 )
-from fds.kernels.language import cdiv, jit, on, tl
+from fds.kernels.language import cdiv, fitting, jit, on, tl
 from fds.kernels.operators import operator
 from fds.kernels.philox import keep
-from fds.kernels.shared_memory import fitting
 
 # As fds.kernels.attentions.flash.LAUNCH, derived, not measured. Of the kernel over queries ...
 OVER_QUERIES = {

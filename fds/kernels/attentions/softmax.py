@@ -25,9 +25,8 @@ from torch import Tensor
 from fds.errors import KernelError
 from fds.kernels import arguments, philox
 from fds.kernels.choice import runs_triton
-from fds.kernels.first_order import Function, first_order
 from fds.kernels.language import cdiv, jit, next_power_of_2, on, tl
-from fds.kernels.operators import operator
+from fds.kernels.operators import Function, first_order, operator
 
 
 def reference(

@@ -10,7 +10,7 @@ overwrites them with their gradient, and multiplies that with hidden and weight:
 so backward only scales by the gradient of the total, which it reads on the device.
 Holds: C * V logits and, if required, dhidden in its dtype and dweight in float32 (4 * V * H bytes); backward writes
 both in their dtypes. Plain torch holds N * V two or three times. Moves, of N * V elements of logits: one product writes
-them, fds.kernels.losses.loss_and_gradient reads and writes them, two products read them; and dweight twice per chunk,
+them, fds.kernels.losses.logit_rows reads and writes them, two products read them; and dweight twice per chunk,
 inside of its product. Saves: dhidden and dweight; neither hidden nor weight.
 Sources:
 1. Hsu et al. 2024, arXiv:2410.10989, section 3.2: the chunks, with gradients computed in the forward pass.
@@ -30,11 +30,10 @@ from torch import Tensor
 from fds.errors import KernelError, is_int
 from fds.kernels import arguments
 from fds.kernels.choice import runs_triton
-from fds.kernels.first_order import Function, first_order
 from fds.kernels.language import cdiv
-from fds.kernels.losses import _cross_entropy as token_loss, loss_and_gradient
+from fds.kernels.losses import _cross_entropy as token_loss, logit_rows
 from fds.kernels.losses._cross_entropy import check_options, check_targets, launch_forward, num_tokens
-from fds.kernels.operators import operator
+from fds.kernels.operators import Function, first_order, operator
 
 # Rows of a chunk start at multiples of 64 elements, 128 bytes in 16 bits: the fast kernels of torch.mm, and loads of 16
 # bytes, need rows aligned to 16 bytes, which rows of 50257 elements are not.
@@ -111,7 +110,7 @@ def writer(label_smoothing: float, z_loss: float, ignore_index: int, by_kernels:
 def _kernels(logits: Tensor, targets: Tensor, losses: Tensor, wants: bool, **options: Any) -> None:
     """Write the losses, and overwrite logits with their gradient if `wants`."""
     if wants:
-        loss_and_gradient.launch(logits, targets, losses, **options)
+        logit_rows.launch_with_gradient(logits, targets, losses, **options)
     else:
         launch_forward(logits, targets, losses, losses.new_empty(*losses.shape, 2), **options)
 

@@ -1,17 +1,23 @@
-"""What layer_norm and rms_norm share: the equations, their implementation in plain torch, and that by kernels.
+"""Layer norm and RMS norm, optionally of a sum: the equations, in plain torch and by kernels.
 
 With x (R, N) the input (the sum, where there is a residual), mu = mean(x) (0 for RMS) and
 r = 1 / sqrt(mean((x - mu)^2) + eps)::
 
-    x_hat = (x - mu) * r        y = x_hat * weight + bias
+    x_hat = (x - mu) * r        y = x_hat * weight + bias        (RMS: without bias)
 
 With dy the gradient of y, g = dy * weight, and ds the gradient of the sum if that is an output::
 
     dx = r * (g - mean(g) - x_hat * mean(g * x_hat)) + ds        (RMS: without mean(g))
     dweight = sum over rows of dy * x_hat        dbias = sum over rows of dy
 
-`invertible` saves y in place of x. Backward recovers x_hat = (y - bias) / weight, clipped to its range, which is
+With a residual, x + residual takes the place of x, rounded to the dtype of x as by a separate addition. `invertible`
+saves y in place of x. Backward recovers x_hat = (y - bias) / weight, clipped to its range, which is
 [-sqrt(N), sqrt(N)], and 0 where weight is 0.
+
+Moves: forward reads 1 tensor (2 with a residual) and writes 1 (2 if the sum is returned or saved); backward reads 2 (3
+with a gradient of the sum) and writes 1. Rows beyond 8192 columns: see normalization_backward.
+Saves: x or the sum, the mean (not for RMS) and r in float32, and the weight. `invertible`: y in place of x or the sum,
+no mean, and the bias.
 Source: Ba et al. 2016, arXiv:1607.06450, section 3; Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
 """
 
@@ -21,12 +27,14 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fds.errors import KernelError, is_number
 from fds.kernels import arguments
-from fds.kernels.first_order import Function, first_order
+from fds.kernels.choice import runs_triton
 from fds.kernels.norms import normalization_backward, normalization_forward
+from fds.kernels.operators import Function, first_order
 
 
 def check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
@@ -153,3 +161,110 @@ class NormFunction(Function):
         )
         dparams = [None if dtype is None else p for dtype, p in zip(dtypes, dparams, strict=True)]
         return dx, dx if ctx.has_residual else None, *dparams, None, None, None, None
+
+
+def layer_reference(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return `layer_norm` in plain torch."""
+    x = x if residual is None else x + residual
+    if all(p is None or p.dtype == x.dtype for p in (weight, bias)):
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return scaled(unit(x, eps, True)[0], weight, bias, x.dtype)
+
+
+def rms_reference(
+    x: Tensor, weight: Tensor | None = None, *, residual: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    """Return `rms_norm` in plain torch."""
+    x = x if residual is None else x + residual
+    return scaled(unit(x, eps, False)[0], weight, None, x.dtype)
+
+
+def _normalize(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, *, centered: bool,
+    invertible: bool, returns_sum: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of x or of the sum, and that, which has a gradient only with `returns_sum`."""
+    check(x, residual, weight, bias, eps)
+    if runs_triton("layer_norm", x) if centered else runs_triton("rms_norm", x):
+        return NormFunction.apply(x, residual, weight, bias, eps, centered, invertible, returns_sum)[:2]
+    total = x if residual is None else x + residual
+    has_one_dtype = all(p is None or p.dtype == x.dtype for p in (weight, bias))
+    if invertible or not has_one_dtype or not (centered or x.is_cuda):  # torch's RMS norm is fused on a GPU alone
+        return Formulas.apply(total, weight, bias, eps, centered, invertible)[0], total
+    if centered:
+        return F.layer_norm(total, x.shape[-1:], weight, bias, eps), total
+    return F.rms_norm(total, x.shape[-1:], weight, eps), total
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: Tensor | None = None,
+    eps: float = 1e-5, invertible: bool = False,
+) -> Tensor:
+    """Return x, or x + residual, normalised over its last dim, times weight, plus bias.
+
+    Args:
+        x: (..., N) float32, float16 or bfloat16 (float64 by the reference). The output has its shape and dtype.
+        weight: (N,) of any floating dtype; its gradient has that dtype and is summed in float32.
+        bias: as weight.
+        residual: as x; the sum is not returned (`add_layer_norm` does).
+        eps: added to the variance.
+        invertible: save the output in place of the input, from which backward recovers the input. This saves
+            memory where the next operation saves the output anyway, at a cost in accuracy: x_hat has the rounding of
+            y, magnified by |y / weight| where the weight is small beside the bias. Where a weight is 0 its x_hat is
+            lost and taken as 0: that weight then has gradient 0, and its column of x's gradient lacks one term;
+            other columns are exact.
+
+    Raises `KernelError` for any other dtype, and where shapes or devices do not fit.
+    """
+    return _normalize(x, residual, weight, bias, eps, centered=True, invertible=invertible)[0]
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5,
+    invertible: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return `layer_norm(x, weight, bias, residual=residual)` and the sum x + residual.
+
+    Arguments and errors are those of `layer_norm`. The gradient with respect to the sum is added in the same backward
+    pass.
+    """
+    return _normalize(
+        x, residual, weight, bias, eps, centered=True, invertible=invertible, returns_sum=True
+    )
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, *, residual: Tensor | None = None, eps: float = 1e-6,
+    invertible: bool = False,
+) -> Tensor:
+    """Return x, or x + residual, over the root of the mean square of its last dim, times weight.
+
+    Args:
+        x: (..., N) float32, float16 or bfloat16 (float64 by the reference). The output has its shape and dtype.
+        weight: (N,) of any floating dtype; its gradient has that dtype and is summed in float32.
+        residual: as x; the sum is not returned (`add_rms_norm` does).
+        eps: added to the mean square.
+        invertible: save the output in place of the input, from which backward recovers the input. This saves
+            memory where the next operation saves the output anyway, at a cost in accuracy: x_hat has the rounding of
+            y. Where a weight is 0 its x_hat is lost and taken as 0: that weight then has gradient 0, and its column
+            of x's gradient lacks one term; other columns are exact.
+
+    Raises `KernelError` for any other dtype, and where shapes or devices do not fit.
+    """
+    return _normalize(x, residual, weight, None, eps, centered=False, invertible=invertible)[0]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, invertible: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return `rms_norm(x, weight, residual=residual)` and the sum x + residual.
+
+    Arguments and errors are those of `rms_norm`. The gradient with respect to the sum is added in the same backward
+    pass.
+    """
+    return _normalize(
+        x, residual, weight, None, eps, centered=False, invertible=invertible, returns_sum=True
+    )

@@ -14,9 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from fds.kernels.language import cdiv, jit, next_power_of_2, num_processors, on, tl
+from fds.kernels.language import cdiv, fitting, jit, next_power_of_2, num_processors, on, tl
 from fds.kernels.operators import operator
-from fds.kernels.shared_memory import fitting
 
 # Derived, not measured. Rows that fit are held in registers, 32 elements per thread, with all loads of a program in
 # flight at once; 61 to 95 registers per thread allow 16 to 32 warps per multiprocessor, of which some load while others

@@ -17,7 +17,7 @@ from fds import kernels
 from fds.collectives import Axis
 from fds.errors import KernelError, is_a, is_int
 from fds.kernels import arguments
-from fds.kernels.attentions.flash_arguments import check, positive
+from fds.kernels.arguments import attention as check, positive
 from fds.loss import current_mode
 from fds.loss.compiled import untraced
 from fds.nn.parallel import checking, tokens

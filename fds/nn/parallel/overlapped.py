@@ -39,7 +39,7 @@ from fds.collectives import Axis
 from fds.collectives.links import DONE
 from fds.errors import FdsError, is_int
 from fds.kernels import arguments
-from fds.kernels.first_order import Function
+from fds.kernels.operators import Function
 from fds.loss.compiled import untraced
 from fds.nn.parallel import pieces
 

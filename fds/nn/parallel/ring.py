@@ -30,7 +30,7 @@ from fds.collectives import Axis, all_gather
 from fds.collectives.links import Work
 from fds.kernels import arguments
 from fds.kernels.attentions import partial
-from fds.kernels.first_order import Function, first_order
+from fds.kernels.operators import Function, first_order
 from fds.nn.parallel.zigzag import Layout
 
 EVERY = slice(None)

@@ -21,8 +21,8 @@ from fds.collectives import Axis, operators
 from fds.collectives.functional import apply_function
 from fds.errors import KernelError, is_int
 from fds.kernels import arguments
-from fds.kernels.first_order import Function, first_order
 from fds.kernels.losses import check_options, check_targets, counted, cross_entropy, reduced, vocabulary_parts as parts
+from fds.kernels.operators import Function, first_order
 from fds.loss import current_mode
 from fds.nn.parallel import checking
 from fds.nn.parallel.region import ranges

@@ -69,9 +69,9 @@ MUTANTS = (
     ),
     Mutant(
         "linear-loss-smooths-the-target-alone",
-        "fds/kernels/losses/loss_and_gradient.py",
-        "of_target = logit_rows.exp(at_target - top - log_sum) * of_probability - of_every - dloss",
-        "of_target = logit_rows.exp(at_target - top - log_sum) * of_probability - dloss",
+        "fds/kernels/losses/logit_rows.py",
+        "of_target = exp(at_target - top - log_sum) * of_probability - of_every - dloss",
+        "of_target = exp(at_target - top - log_sum) * of_probability - dloss",
         "the gradient at the target lacks its part of the smoothing",
         "tests/kernels/test_linear_cross_entropy.py",
     ),
@@ -173,7 +173,7 @@ MUTANTS = (
     ),
     Mutant(
         "flash-row-of-the-greatest-limit",
-        "fds/kernels/shared_memory.py",
+        "fds/kernels/language.py",
         "if kib <= most), default=min(rows))",
         "), default=min(rows))",
         "a GPU with less shared memory is given Hopper's row, and Triton refuses the launch",
@@ -197,7 +197,7 @@ MUTANTS = (
     ),
     Mutant(
         "norm-long-rows-uncentered",
-        "fds/kernels/norms/normalization_backward_long.py",
+        "fds/kernels/norms/normalization_backward.py",
         "of_one = -r * (tl.sum(gs) / n) if CENTERED else 0.0",
         "of_one = 0.0",
         "the gradient of layer norm is wrong in rows too long for one program",
@@ -205,7 +205,7 @@ MUTANTS = (
     ),
     Mutant(
         "norm-long-rows-of-the-next-slab",
-        "fds/kernels/norms/normalization_backward_long.py",
+        "fds/kernels/norms/normalization_backward.py",
         "row = slab * SLAB + part",
         "row = slab * SLAB + part + slab",
         "rows beyond the first slab have no gradient where they should",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fds.kernels.losses.loss_and_gradient import launch
+from fds.kernels.losses.logit_rows import launch_with_gradient as launch
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
