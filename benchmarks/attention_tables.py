@@ -29,7 +29,7 @@ from benchmarks.kernel_works import WITHIN
 from fds.kernels.attentions import flash, flash_backward
 from fds.kernels.attentions.flash_blocks import blocks
 from fds.kernels.choice import only
-from fds.kernels.language import LEAST, limit
+from fds.kernels.language import LEAST, shared_memory
 
 Key = tuple[int, int, str]  # of a row in a launch table, see fds.kernels.attentions.flash_blocks.kind
 Row = Mapping[str, int]
@@ -148,7 +148,7 @@ def tuned(
         wrong |= outcome.result or {written(row): outcome.error for row in tasks[task][0]}
     ms = timed(name, key, [row for row in rows if not wrong[written(row)]], clock, sizes)
     best = min(ms, key=lambda text: ms[text], default="none")
-    line = f"{key}: {{{limit(clock.device)}: {best}}},"
+    line = f"{key}: {{{shared_memory(clock.device)}: {best}}},"
     return {
         "table": name,
         "key": key,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fds.kernels.language import LEAST, MOST, fitting, limit
+from fds.kernels.language import LEAST, MOST, fitting, shared_memory
 
 CPU = torch.device("cpu")
 
@@ -16,14 +16,14 @@ def gpu(monkeypatch):
     asked = []
 
     def has(count: int) -> torch.device:
-        limit.cache_clear()
+        shared_memory.cache_clear()
         properties = SimpleNamespace(shared_memory_per_block_optin=count)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: asked.append(device) or properties)
         return torch.device("cuda", 0)
 
     has.asked = asked
     yield has
-    limit.cache_clear()
+    shared_memory.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -41,5 +41,5 @@ def test_a_device_is_asked_once_and_not_at_all_for_a_row_that_fits_everywhere(gp
 
 
 def test_the_cpu_interprets_what_hopper_runs():
-    assert limit(CPU) == MOST > LEAST
+    assert shared_memory(CPU) == MOST > LEAST
     assert fitting({LEAST: 1, MOST: 2}, CPU) == 2
