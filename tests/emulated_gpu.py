@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import fds
 from fds import random, tree
 from fds.step.batch import Whole
-from fds.step.captured import Captured
+from fds.step.recorded.cuda_graphs import CudaGraphs
 
 META = torch.device("meta")
 READS = ("_local_scalar_dense", "equal", "is_nonzero")
@@ -169,7 +169,7 @@ class Uploads(TorchFunctionMode):
 
 
 class Gpu(TorchDispatchMode):
-    """The device, on while it is entered; what `Captured` opens."""
+    """The device, on while it is entered; what `CudaGraphs` opens."""
 
     def __init__(self):
         super().__init__()
@@ -208,7 +208,7 @@ class Gpu(TorchDispatchMode):
         """Return a copy of a state on the CPU."""
         return self.get(state)
 
-    # what `Captured` sees
+    # what `CudaGraphs` sees
 
     def open(self, device):
         """Return the device where there is one."""
@@ -360,7 +360,7 @@ def captured(gpu):
 
     @fds.step.transform
     def captured():
-        return lambda step: fds.step.fill(step, run=Captured(gpu))
+        return lambda step: fds.step.fill(step, run=CudaGraphs(gpu.open))
 
     return captured()
 

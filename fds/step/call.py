@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fds import random, tree
 from fds.state import State
-from fds.step.checks import capture, contracts
+from fds.step.checks import contracts
+from fds.step.recorded import refusals
 from fds.step.topology import Dimensions
 
 
@@ -64,7 +65,7 @@ class Call:
         it would stay what it is.
         """
         if isinstance(self._calls, random.Calls):
-            raise capture.frozen("call.calls")
+            raise refusals.HOST_NUMBER.error("call.calls")
         return self._calls
 
     @property
@@ -88,7 +89,7 @@ class Call:
         """
         words = self.words
         if isinstance(words, random.TracedWords):
-            raise capture.frozen("call.key")
+            raise refusals.HOST_NUMBER.error("call.key")
         return random.as_key(words)
 
     @property

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fds import random, tree
+from fds.collectives import Axis
 from fds.state import State, Token
 from fds.step.call import Call
-from fds.step.checks import capture, contracts
+from fds.step.checks import contracts
 from fds.step.checks.state_check import StateTensors
 from fds.step.residency.contract import OnDevice, Residency, text_of
 from fds.step.runtime import Runtime
@@ -134,10 +135,29 @@ class Program:
     compare: Callable[[State, Any], object]
 
 
+class HasStations(Protocol):
+    """What `run` looks at of a step: stations of other fillers."""
+
+    @property
+    def place(self) -> Place:
+        """The station `place`."""
+        ...
+
+    @property
+    def layer(self) -> Sequence[Any]:
+        """The station `layer`."""
+        ...
+
+    @property
+    def everyone(self) -> Axis | None:
+        """The ranks that share the step."""
+        ...
+
+
 class Run(Protocol):
     """The station `run`: how the work of a call is done, with the results that doing it at once has, bit for bit."""
 
-    def refuse(self, step: capture.HasStations) -> None:
+    def refuse(self, step: HasStations) -> None:
         """Raise `ComposeError` for a step whose work cannot be done so."""
         ...
 
@@ -152,7 +172,7 @@ class Run(Protocol):
 class AtOnce:
     """Every call launches its work on the device by itself."""
 
-    def refuse(self, step: capture.HasStations) -> None:
+    def refuse(self, step: HasStations) -> None:
         """Do nothing: every step's can."""
 
     def __call__(

@@ -16,7 +16,7 @@ import attrs
 from fds import loss as losses
 from fds.errors import ComposeError, nearest
 from fds.step import Step, fill, transform
-from fds.step.compiled import Backend, Compiled
+from fds.step.recorded.one_graph import OneGraph
 
 _BACKENDS = ("inductor", "aot_eager", "eager")  # those that need not be asked for, which takes torch seconds
 # Each takes CUDA graphs of torch's own, whose outputs lie in memory that the next replay writes over: a gradient that
@@ -103,7 +103,7 @@ def compile(
 
     def apply_to_all(step: Step) -> Step:
         _check_uncompiled(step)
-        run = Compiled(Backend(backend, mode, options, f"torch.compile's {name}"))
+        run = OneGraph(backend, mode, options, f"torch.compile's {name}")
         return fill(step, run=run, instead=None, hint="one of the two runs a step")
 
     def apply(step: Step) -> Step:

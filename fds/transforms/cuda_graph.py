@@ -6,10 +6,8 @@ Cost:   host time: one launch for a call's thousands; memory: activations and gr
 Source: CUDA graphs through torch.cuda.CUDAGraph; Paszke et al., "Accelerating PyTorch with CUDA Graphs", 2021
 """
 
-import contextlib
-
 from fds.step import Step, fill, transform
-from fds.step.captured import Captured, CudaGraphs
+from fds.step.recorded.cuda_graphs import CudaGraphs
 
 
 @transform
@@ -32,14 +30,6 @@ def cuda_graph():
     """
 
     def apply(step: Step) -> Step:
-        return fill(
-            step, run=Captured(CudaGraphs(_rehearsing_kernels)), instead=None, hint="one of the two runs a step"
-        )
+        return fill(step, run=CudaGraphs(), instead=None, hint="one of the two runs a step")
 
     return apply
-
-
-def _rehearsing_kernels() -> contextlib.AbstractContextManager[None]:
-    from fds.kernels.language import rehearsing_capture  # loads Triton, so only on a GPU
-
-    return rehearsing_capture()

@@ -21,9 +21,8 @@ from fds.profiling.counting import counting
 from fds.profiling.record import Profile, check_shown, profile_of
 from fds.state import State
 from fds.step import Step, fill, transform
-from fds.step.checks.capture import HasStations
 from fds.step.checks.state_check import StateTensors
-from fds.step.stations import Program
+from fds.step.stations import HasStations, Program
 
 
 @attrs.frozen(repr=False)

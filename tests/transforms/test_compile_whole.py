@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import fds
 from fds import tree
 from fds.errors import BatchError, ComposeError, DonatedStateError, FdsError, LossError, ScheduleError
-from fds.step.compiled import draws
 from tests.bits import assert_same_bits, snapshot
 from tests.laws.mapped import Mapped, mapped
 from tests.laws.problems import ROWS, compositions, make, optimizers, problems
@@ -287,11 +286,11 @@ def test_what_seeds_and_draws_nothing_is_left_out_of_every_call():
     step, _, state, batches = start(fds.checkpoint_activations(), loss=silent, backend=kept)
     history(step, state, batches)
     (work,) = step.runtime.captured[0].works.values()
-    assert work.recorded.draws.events == []
+    assert work.graph.drawing.events == []
     step, _, state, batches = start(backend=kept)
     history(step, state, batches)
     (work,) = step.runtime.captured[0].works.values()
-    assert [type(one) for one in work.recorded.draws.events].count(draws.Draw) == 1
+    assert sum(map(callable, work.graph.drawing.events)) == 1
 
 
 def reads_a_number(params, x):

@@ -1,12 +1,12 @@
-"""Memory that captured work reads and writes in every replay: of the state, and of what a call returns beside it."""
+"""Memory that captured work reads and writes in every replay: of the state, the batch and the scalars of a call."""
 
 from __future__ import annotations
 
-import itertools
 import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import attrs
@@ -17,31 +17,34 @@ from fds import tree
 from fds.state import State, Token
 from fds.step import foreach
 from fds.step.donated import TAKEN, KnownMemory, writable
+from fds.step.recorded.recorder import Kind
 from fds.step.structure import Structure, contiguous_copy
 
 
 def leaves_of(state: State, structure: Structure) -> list[Tensor]:
     """Return all leaves of a state on the device but `step`, which is read from a place of its own."""
-    return [x for leaves in _columns(state, structure) for x in leaves]
+    return [x for column in _columns(state, structure) for x in column]
 
 
 def _columns(state: State, structure: Structure) -> list[list[Tensor]]:
-    """Return the same by where they are: parameters, optimizer state, buffers, slots."""
+    """Return the leaves of parameters, optimizer state, buffers and slots."""
     opt = [state.opt[slot][name] for slot, want in structure.opt.items() for name in want.names]
     return [tree.leaves(state.params), opt, tree.leaves(state.buffers), tree.leaves(state.slots)]
 
 
 def builder(state: State, structure: Structure) -> Callable[[list[Tensor]], dict[str, Any]]:
     """Return the function that builds the parts of a state from other leaves, with containers of their own."""
-    sizes = list(map(len, _columns(state, structure)))
-    params, buffers, slots = (tree.flatten(one)[1] for one in (state.params, state.buffers, state.slots))
+    flat = map(tree.flatten, (state.params, state.buffers, state.slots))
+    (num_params, params), (num_buffers, buffers), (num_slots, slots) = ((len(leaves), part) for leaves, part in flat)
 
     def build(leaves: list[Tensor]) -> dict[str, Any]:
         rest = iter(leaves)
-        columns = [list(itertools.islice(rest, size)) for size in sizes]
-        values = iter(columns[1])
-        opt = {slot: dict(zip(want.names, values, strict=False)) for slot, want in structure.opt.items()}
-        return {"params": params(columns[0]), "opt": opt, "buffers": buffers(columns[2]), "slots": slots(columns[3])}
+        return {  # in the order of `leaves_of`
+            "params": params(islice(rest, num_params)),
+            "opt": {slot: dict(zip(want.names, rest, strict=False)) for slot, want in structure.opt.items()},
+            "buffers": buffers(islice(rest, num_buffers)),
+            "slots": slots(islice(rest, num_slots)),
+        }
 
     return build
 
@@ -77,8 +80,8 @@ class StateMemory:
         leaves = leaves_of(state, structure)
         if all(map(operator.is_, leaves, self.leaves)):
             state.token.memory = self.known
-            found, _ = _writable(state, structure, lists=4)
-            if not all(map(operator.is_, found, self.leaves)):
+            writable_leaves, _ = _writable(state, structure, lists=4)
+            if not all(map(operator.is_, writable_leaves, self.leaves)):
                 return False
             if self.owner is None or self.owner() is not state or state.step._version != self.version:
                 self.step.copy_(state.step)
@@ -95,11 +98,9 @@ class StateMemory:
 
     def is_free(self) -> bool:
         """Say whether nobody reads this memory any more: no state, no save, nothing else."""
-        if self.token is None or self.token.readers:
+        if self.token is None or self.token.readers or any(self.known.buffers.shared()):
             return False
-        return list(map(sys.getrefcount, self.leaves)).count(_ALONE) == len(self.leaves) and not any(
-            self.known.buffers.shared()
-        )
+        return list(map(sys.getrefcount, self.leaves)).count(_ALONE) == len(self.leaves)
 
     def state(self, like: State) -> State:
         """Return the state in this memory, to be worked on: its tensors may be written over."""
@@ -108,10 +109,10 @@ class StateMemory:
     def write(self, after: State) -> None:
         """Write what has become of the state where that is not done already."""
         new, places = [*leaves_of(after, self.structure), after.step], [*self.leaves, self.step]
-        own = set(map(storage_of, places))
+        storages = set(map(storage_of, places))
         moved = [(x, y) for x, y in zip(places, new, strict=True) if x.numel() and not same_memory(x, y)]
         if moved:  # and one leaf may have become what another was
-            new = [y.clone() if storage_of(y) in own else y for _, y in moved]
+            new = [y.clone() if storage_of(y) in storages else y for _, y in moved]
             foreach.copy_([x for x, _ in moved], new)
 
     def returned(self, old: State, step: Tensor) -> State:
@@ -129,6 +130,25 @@ def _writable(state: State, structure: Structure, *, lists: int) -> tuple[list[T
     return writable(state, parts, structure, lists, lambda i, x: contiguous_copy(x))
 
 
+@attrs.frozen(eq=False)
+class BatchMemory:
+    """Memory like the tensors of a batch, of the same strides, and the batch that is in it."""
+
+    tensors: list[Tensor]
+    batch: Any
+
+    @classmethod
+    def like(cls, kind: Kind) -> BatchMemory:
+        """Return memory for batches of a kind."""
+        tensors = [torch.empty_like(x, requires_grad=x.requires_grad) for x in kind.tensors]
+        return cls(tensors, kind.build(tensors))
+
+    def copy(self, kind: Kind) -> None:
+        """Copy a batch here."""
+        if self.tensors:
+            foreach.copy_([x.detach() for x in self.tensors], [x.detach() for x in kind.tensors])
+
+
 @attrs.define(eq=False)
 class Results:
     """Scalars that a call returns, side by side in one buffer, of which every call gets a copy."""
@@ -140,7 +160,7 @@ class Results:
     def like(cls, scalars: Mapping[str, Tensor]) -> Results:
         """Return memory for these scalars, () each."""
         names: dict[torch.dtype, list[str]] = {}
-        for name, x in sorted(scalars.items(), key=lambda one: -one[1].itemsize):  # so each lies at a multiple of it
+        for name, x in sorted(scalars.items(), key=lambda item: -item[1].itemsize):  # each lies at a multiple of it
             names.setdefault(x.dtype, []).append(name)
         device = next(iter(scalars.values())).device
         size = sum(x.itemsize for x in scalars.values())
@@ -153,16 +173,13 @@ class Results:
 
     def read(self) -> dict[str, Tensor]:
         """Return copies of them, which later calls leave alone."""
-        found: dict[str, Tensor] = {}
-        for place, names in self._cut(self.buffer.clone()):
-            found.update(zip(names, place.unbind(), strict=True))
-        return found
+        copies = self._cut(self.buffer.clone())
+        return {name: x for place, names in copies for name, x in zip(names, place.unbind(), strict=True)}
 
     def fits(self, scalars: Mapping[str, Tensor]) -> bool:
         """Say whether these are scalars of the same names and dtypes."""
-        return {name: x.dtype for name, x in scalars.items()} == {
-            n: t for t, names in self.names.items() for n in names
-        }
+        dtypes = {name: dtype for dtype, names in self.names.items() for name in names}
+        return {name: x.dtype for name, x in scalars.items()} == dtypes
 
     def _cut(self, buffer: Tensor) -> Iterable[tuple[Tensor, list[str]]]:
         start = 0
