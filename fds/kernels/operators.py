@@ -35,11 +35,12 @@ class Operator:
         name: the operator is `torch.ops.fds.<name>`.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
         self.name = name
         schema = torch.library.infer_schema(function, mutates_args=())
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, _untraced(function), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fds::{name}", fake, lib=_library)
         self._overload = getattr(torch.ops.fds, name).default
 
     def __call__(self, *args: Any) -> Any:
@@ -52,11 +53,6 @@ class Operator:
             )
         return self._overload(*args)
 
-    def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register what makes results without data, of the right shape, strides and dtype; return it."""
-        torch.library.register_fake(f"fds::{self.name}", function, lib=_library)
-        return function
-
 
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same function, which is no code to trace: a frame above that cannot be compiled has dynamo look here.
@@ -67,9 +63,12 @@ def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: function(*args) if _tracer() is None else off(*args)
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
-    """Make an operator named `fds::<name>` of a function with annotated arguments, any number of them tensors."""
-    return lambda function: Operator(name, function)
+def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Operator]:
+    """Make an operator named `fds::<name>` of a function with annotated arguments, any number of them tensors.
+
+    `fake` of the same arguments makes results without data, of the right shape, strides and dtype.
+    """
+    return lambda function: Operator(name, function, fake)
 
 
 class Function(torch.autograd.Function):

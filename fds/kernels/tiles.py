@@ -23,6 +23,11 @@ def like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def empty_sums(x: Tensor, has_bias: bool) -> Tensor:
+    """Return memory for the sums over rows, (N,) float32, or of no element without a bias."""
+    return x.new_empty(x.shape[-1] if has_bias else 0, dtype=torch.float32)
+
+
 def tile(row: Mapping[str, int], columns: int) -> dict[str, int]:
     """Return ROWS, COLUMNS and num_warps for tensors of this many columns, given a row of a launch table.
 

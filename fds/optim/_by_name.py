@@ -146,7 +146,7 @@ class _Groups:
         return Optimizer(
             self.init,
             self.update,
-            whole=self.needs_whole if any(m.whole for m in members) else False,
+            whole=self.ask(Optimizer.needs_whole) if any(m.whole for m in members) else False,
             lr=members[0].lr if same else None,
             text=self.text,
             group=self.group,
@@ -154,10 +154,10 @@ class _Groups:
             runs=self.runs,
             members=self.optimizers,
             separate=all(m.separate for m in members),
-            elementwise=self.is_elementwise,
+            elementwise=self.ask(Optimizer.is_elementwise),
             draws=any(m.draws for m in members),
             phases=members[0].phases,
-            pieces=self.takes_pieces,
+            pieces=self.ask(Optimizer.takes_pieces),
             takes_shapes=True,  # which `returned.update` makes 1-D for those that do not
             bind=self.bind,
         )
@@ -219,17 +219,9 @@ class _Groups:
         member = self.members[index]
         return index if member.group is single_group else (index, member.group(name))
 
-    def needs_whole(self, name: str) -> bool:
-        """Return whether the optimizer of this parameter needs it whole."""
-        return self.members[self.index(name)].needs_whole(name)
-
-    def takes_pieces(self, name: str) -> bool:
-        """Return whether the optimizer of this parameter puts pieces of it together."""
-        return self.members[self.index(name)].takes_pieces(name)
-
-    def is_elementwise(self, name: str) -> bool:
-        """Return whether the optimizer of this parameter treats every element by itself."""
-        return self.members[self.index(name)].is_elementwise(name)
+    def ask(self, question: Callable[[Optimizer, str], bool]) -> Callable[[str], bool]:
+        """Return a function of a parameter's name that asks its optimizer."""
+        return lambda name: question(self.members[self.index(name)], name)
 
     def check(self, names: Sequence[str]) -> None:
         """Raise `OptimizerError` for a pattern that takes no parameter, and let each optimizer check its own."""

@@ -149,21 +149,14 @@ def onebit_lamb(
         factor_max: greatest factor f.
         factor_min: least factor f.
         factor_threshold: how much of itself f may change by from one update to the next, from 1 in the first.
-        exp_avg_mask: shell-style pattern of names -> tensor that the momentum is multiplied by after each message, of
-            a shape that expands to the parameter's: 0 where gradients are 0 from some call on (rows of an embedding
-            that are not used any more), which a sign cannot say.
+        exp_avg_mask: as in `onebit_adam`.
 
     Each parameter has scales of its own, so that momenta need none of the `scaling_coeff` by which the paper and
     DeepSpeed bring those of all parameters to one size for one common scale. That differs from DeepSpeed's class where
     it has several parameters; with one they agree bit for bit.
 
-    An element that had no gradient in warm-up has no variance, and moves by its decay alone: a step by a sign over eps
-    would throw it away. Where all calls of warm-up are skipped that is every element, and `metrics["step"]` is 0 then.
-
-    Torch operators update all parameters. Composes with `shard_optimizer(stage=0)`, also with replicas, pipelines,
-    accumulation, precision, loss scales and `clip_by_global_norm`, which after warm-up goes by the norm of each rank's
-    own gradient: then nobody has the whole one, so that other maps of it, slices of it (stages 1 to 3), offload and
-    graphs of the step are refused, and no `grad_norm` is reported.
+    Elements without a variance move as in `onebit_adam`. Torch operators update all parameters. Composes as
+    `onebit_adam` does, and is refused where that is.
 
     Raises `OptimizerError` for a value out of range, for a pattern that no parameter has, and for a mask of a shape
     that does not expand to its parameter's.

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fds.kernels import arguments
+from fds.kernels import arguments, tiles
 from fds.kernels.choice import runs_triton
 from fds.kernels.language import cdiv, jit, on, tl
 from fds.kernels.operators import Function, first_order, operator
@@ -59,7 +59,7 @@ def _backward_kernel(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n, BLOCK: tl.
     tl.store(dup_ptr + at, (dy * gate * s).to(dup_ptr.dtype.element_ty), mask=inside)
 
 
-@operator("swiglu")
+@operator("swiglu", lambda gate, up: tiles.like(gate))
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
@@ -69,7 +69,7 @@ def _forward(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-@operator("swiglu_backward")
+@operator("swiglu_backward", lambda dy, gate, up: (tiles.like(gate), tiles.like(gate)))
 def _backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dy, gate, up = dy.contiguous(), gate.contiguous(), up.contiguous()
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
@@ -77,17 +77,6 @@ def _backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     with on(dy):
         _backward_kernel[(cdiv(dy.numel(), meta["BLOCK"]),)](dy, gate, up, dgate, dup, dy.numel(), **meta)
     return dgate, dup
-
-
-@_forward.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.empty_like(gate, memory_format=torch.contiguous_format)
-
-
-@_backward.register_fake
-def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    dgate = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    return dgate, torch.empty_like(dgate)
 
 
 class _Swiglu(Function):

@@ -85,7 +85,7 @@ def _backward_kernel(
         tl.store(sums_ptr + group.to(tl.int64) * columns + column, tl.sum(sums, axis=0), mask=here)
 
 
-@operator("bias_dropout_add")
+@operator("bias_dropout_add", lambda x, *_: tiles.like(x))
 def _forward(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float, offset: int
 ) -> Tensor:
@@ -99,7 +99,7 @@ def _forward(
     return y
 
 
-@operator("bias_dropout_add_backward")
+@operator("bias_dropout_add_backward", lambda dy, *rest: (tiles.like(dy), tiles.empty_sums(dy, rest[-1])))
 def _backward(dy: Tensor, seed: Tensor, p: float, offset: int, has_bias: bool) -> tuple[Tensor, Tensor]:
     dy = dy.contiguous()
     dx, (rows, columns) = torch.empty_like(dy), tiles.extent(dy)
@@ -112,19 +112,6 @@ def _backward(dy: Tensor, seed: Tensor, p: float, offset: int, has_bias: bool) -
             dy, dx, partial, seed, offset, philox.threshold(p), 1 / (1 - p), rows, columns, each, **meta
         )
     return dx, dy.new_empty(0, dtype=torch.float32) if partial is None else partial.sum(0)
-
-
-@_forward.register_fake
-def _(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float, offset: int
-) -> Tensor:
-    return tiles.like(x)
-
-
-@_backward.register_fake
-def _(dy: Tensor, seed: Tensor, p: float, offset: int, has_bias: bool) -> tuple[Tensor, Tensor]:
-    sums = dy.new_empty(dy.shape[-1] if has_bias else 0, dtype=torch.float32)
-    return tiles.like(dy), sums
 
 
 class _DropoutAdd(Function):

@@ -204,24 +204,29 @@ def _cut(x: Tensor, has_bias: bool) -> tuple[dict[str, int], int, int]:
     return {"ROWS": 1, "COLUMNS": row["ELEMENTS"], "num_warps": row["num_warps"]}, 1, x.numel()
 
 
-@operator("bias_gelu")
+@operator("bias_gelu", lambda x, *_: tiles.like(x))
 def forward(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     """Return gelu(x + bias) alone."""
     return _launch_forward(x, bias, approximate, None)
 
 
-@operator("bias_gelu_and_derivative")
+@operator("bias_gelu_and_derivative", lambda x, *_: (tiles.like(x), tiles.like(x)))
 def _forward_and_derivative(x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
     derivative = tiles.like(x)
     return _launch_forward(x, bias, approximate, derivative), derivative
 
 
-@operator("bias_gelu_multiply")
+@operator("bias_gelu_multiply", lambda dy, derivative, has_bias: (tiles.like(dy), tiles.empty_sums(dy, has_bias)))
 def _multiply(dy: Tensor, derivative: Tensor, has_bias: bool) -> tuple[Tensor, Tensor]:
     return _launch_backward(dy, None, None, derivative.contiguous(), "tanh", sums=has_bias, y=None)
 
 
-@operator("bias_gelu_backward")
+@operator(
+    "bias_gelu_backward",
+    lambda dy, x, bias, approximate, with_y: (
+        tiles.like(dy), tiles.empty_sums(dy, bias is not None), tiles.like(x) if with_y else x.new_empty(0)
+    ),
+)
 def backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str, with_y: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,28 +235,6 @@ def backward(
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     dx, dbias = _launch_backward(dy, x, bias, None, approximate, sums=bias is not None, y=y)
     return dx, dbias, x.new_empty(0) if y is None else y
-
-
-@forward.register_fake
-def _(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    return tiles.like(x)
-
-
-@_forward_and_derivative.register_fake
-def _(x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
-    return tiles.like(x), tiles.like(x)
-
-
-@_multiply.register_fake
-def _(dy: Tensor, derivative: Tensor, has_bias: bool) -> tuple[Tensor, Tensor]:
-    sums = dy.new_empty(dy.shape[-1] if has_bias else 0, dtype=torch.float32)
-    return tiles.like(dy), sums
-
-
-@backward.register_fake
-def _(dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str, with_y: bool) -> tuple[Tensor, Tensor, Tensor]:
-    sums = dy.new_empty(0 if bias is None else dy.shape[-1], dtype=torch.float32)
-    return tiles.like(dy), sums, tiles.like(x) if with_y else x.new_empty(0)
 
 
 class _Keep(Function):

@@ -105,7 +105,7 @@ def _out(x: Tensor) -> Tensor:
     return y if x.dim() <= 4 and y.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@operator("rotary")
+@operator("rotary", lambda x, *_: _out(x))
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
     y = _out(x)
     if not x.numel():
@@ -142,11 +142,6 @@ def _four(x: Tensor, leading: torch.Size) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     x = x.expand(*leading, x.shape[-1])
     return x.reshape(-1, *x.shape[-3:]) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
-
-
-@_rotate.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
-    return _out(x)
 
 
 class _Rotary(Function):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fds.errors import KernelError
-from fds.kernels import arguments, philox
+from fds.kernels import arguments, philox, tiles
 from fds.kernels.choice import runs_triton
 from fds.kernels.language import cdiv, jit, next_power_of_2, on, tl
 from fds.kernels.operators import Function, first_order, operator
@@ -231,12 +231,16 @@ def _four_dims(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, str]:
     return mask.expand(scores.shape).reshape(outer, lead[-1] if lead else 1, queries, columns), kind
 
 
-@operator("masked_softmax")
+def _empty_outputs(scores: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    return tiles.like(scores), tiles.like(scores) if p else scores.new_empty(0)
+
+
+@operator("masked_softmax", lambda scores, mask, scale, causal, p, *_: _empty_outputs(scores, p))
 def _forward(
     scores: Tensor, mask: Tensor | None, scale: float, causal: bool, p: float, seed: Tensor | None, offset: int
 ) -> tuple[Tensor, Tensor]:
     scores = scores.contiguous()
-    out, probs = torch.empty_like(scores), torch.empty_like(scores) if p else scores.new_empty(0)
+    out, probs = _empty_outputs(scores, p)
     if out.numel():
         four, kind = _four_dims(mask, scores)
         queries, columns = scores.shape[-2:]
@@ -250,7 +254,7 @@ def _forward(
     return out, probs
 
 
-@operator("masked_softmax_backward")
+@operator("masked_softmax_backward", lambda dout, probs, *_: tiles.like(probs))
 def _backward(dout: Tensor, probs: Tensor, scale: float, p: float, seed: Tensor | None, offset: int) -> Tensor:
     dout, probs = dout.contiguous(), probs.contiguous()
     dscores = torch.empty_like(probs)
@@ -262,19 +266,6 @@ def _backward(dout: Tensor, probs: Tensor, scale: float, p: float, seed: Tensor 
                 dout, probs, dscores, *_dropout(p, seed, probs, offset), scale, rows, columns, DROPOUT=p > 0, **meta
             )
     return dscores
-
-
-@_forward.register_fake
-def _(
-    scores: Tensor, mask: Tensor | None, scale: float, causal: bool, p: float, seed: Tensor | None, offset: int
-) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    return out, torch.empty_like(out) if p else scores.new_empty(0)
-
-
-@_backward.register_fake
-def _(dout: Tensor, probs: Tensor, scale: float, p: float, seed: Tensor | None, offset: int) -> Tensor:
-    return torch.empty_like(probs, memory_format=torch.contiguous_format)
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:

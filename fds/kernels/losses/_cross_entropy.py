@@ -174,12 +174,16 @@ def _rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 and n > 1 and v <= logits.stride(0) <= 2 * v else logits.contiguous()
 
 
+def _like(rows: Tensor) -> Tensor:
+    return torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device)
+
+
 def _outputs(targets: Tensor) -> tuple[Tensor, Tensor]:
     loss = targets.new_empty(targets.shape, dtype=torch.float32)
     return loss, loss.new_empty(*targets.shape, 2)
 
 
-@operator("cross_entropy")
+@operator("cross_entropy", lambda logits, targets, *_: _outputs(targets))
 def _forward(
     logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
@@ -188,31 +192,15 @@ def _forward(
     return loss, norms
 
 
-@operator("cross_entropy_backward")
+@operator("cross_entropy_backward", lambda dloss, logits, *_: _like(_rows(logits)))
 def _backward(
     dloss: Tensor, logits: Tensor, targets: Tensor, norms: Tensor, label_smoothing: float, z_loss: float,
     ignore_index: int,
 ) -> Tensor:
     rows = _rows(logits)
-    dlogits = torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device)
+    dlogits = _like(rows)
     launch_backward(dloss, rows, targets.contiguous(), norms, dlogits, label_smoothing, z_loss, ignore_index)
     return dlogits
-
-
-@_forward.register_fake
-def _(
-    logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    return _outputs(targets)
-
-
-@_backward.register_fake
-def _(
-    dloss: Tensor, logits: Tensor, targets: Tensor, norms: Tensor, label_smoothing: float, z_loss: float,
-    ignore_index: int,
-) -> Tensor:
-    rows = _rows(logits)
-    return torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device)
 
 
 class _CrossEntropy(Function):

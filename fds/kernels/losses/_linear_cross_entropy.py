@@ -164,7 +164,7 @@ def outputs(hidden: Tensor, weight: Tensor, wants: list[bool]) -> tuple[Tensor, 
     )
 
 
-@operator("linear_cross_entropy")
+@operator("linear_cross_entropy", lambda hidden, weight, targets, bias, wants, *_: outputs(hidden, weight, wants))
 def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, wants: list[bool], chunk_tokens: int,
     label_smoothing: float, z_loss: float, ignore_index: int, by_kernels: bool,
@@ -174,7 +174,10 @@ def _forward(
         return total_and_gradients(hidden, weight, targets.contiguous(), bias, wants, chunk_tokens, write)
 
 
-@operator("linear_cross_entropy_backward")
+@operator(
+    "linear_cross_entropy_backward",
+    lambda dtotal, dhidden, *others: tuple(torch.empty_like(x, dtype=dhidden.dtype) for x in (dhidden, *others)),
+)
 def _backward(dtotal: Tensor, dhidden: Tensor, dweight: Tensor, dbias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dtype = dhidden.dtype  # of hidden, weight and bias; an empty gradient has it too
     return _scaled(dhidden, dtotal, dtype), _scaled(dweight, dtotal, dtype), _scaled(dbias, dtotal, dtype)
@@ -183,20 +186,6 @@ def _backward(dtotal: Tensor, dhidden: Tensor, dweight: Tensor, dbias: Tensor) -
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x * factor, rounded once: torch would round a factor () to the dtype of x first."""
     return torch.mul(x, factor.reshape(1), out=torch.empty_like(x, dtype=dtype))
-
-
-@_forward.register_fake
-def _(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, wants: list[bool], chunk_tokens: int,
-    label_smoothing: float, z_loss: float, ignore_index: int, by_kernels: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return outputs(hidden, weight, wants)
-
-
-@_backward.register_fake
-def _(dtotal: Tensor, dhidden: Tensor, dweight: Tensor, dbias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = dhidden.dtype
-    return torch.empty_like(dhidden), torch.empty_like(dweight, dtype=dtype), torch.empty_like(dbias, dtype=dtype)
 
 
 class LinearCrossEntropy(Function):

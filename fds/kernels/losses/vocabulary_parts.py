@@ -33,7 +33,7 @@ ELSEWHERE, IGNORED = -1, -2
 BLOCK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 
 
-@operator("vocabulary_statistics")
+@operator("vocabulary_statistics", lambda *args: _message(*args))
 def statistics(logits: Tensor, columns: Tensor, smoothed: bool) -> Tensor:
     """Return the message of a part: (m_r, s_r, a_r), each (N,), and b_r if smoothed."""
     told = _message(logits, columns, smoothed).zero_()
@@ -50,7 +50,6 @@ def statistics(logits: Tensor, columns: Tensor, smoothed: bool) -> Tensor:
     return told
 
 
-@statistics.register_fake
 def _message(logits: Tensor, columns: Tensor, smoothed: bool) -> Tensor:
     return logits.new_empty(4 if smoothed else 3, len(columns), dtype=arguments.width(logits))
 
@@ -91,7 +90,7 @@ def write_gradient(
         out[rows] = dx
 
 
-@operator("vocabulary_gradient")
+@operator("vocabulary_gradient", lambda logits, *_: torch.empty_like(logits))
 def gradient(
     logits: Tensor, columns: Tensor, norms: Tensor, factors: Tensor, smoothed: bool, num_columns: int
 ) -> Tensor:
@@ -100,13 +99,6 @@ def gradient(
     out[:, num_columns:].zero_()
     write_gradient(logits[:, :num_columns], columns, norms, factors, smoothed, out[:, :num_columns])
     return out
-
-
-@gradient.register_fake
-def _(
-    logits: Tensor, columns: Tensor, norms: Tensor, factors: Tensor, smoothed: bool, num_columns: int
-) -> Tensor:
-    return torch.empty_like(logits)
 
 
 def _zero_rows(x: Tensor, which: Tensor) -> None:

@@ -308,7 +308,7 @@ def _sum_kernel(partial_ptr, out_ptr, second_out_ptr, programs, columns, PROGRAM
         tl.store(second_out_ptr + column, out.to(second_out_ptr.dtype.element_ty), mask=column < columns)
 
 
-@operator("normalize_backward")
+@operator("normalize_backward", lambda dy, x, *rest: _gradients(x, *rest[-2:]))
 def backward(
     dy: Tensor, x: Tensor, mean: Tensor | None, r: Tensor, weight: Tensor | None, bias: Tensor | None,
     dtotal: Tensor | None, centered: bool, invertible: bool, dweight_dtype: torch.dtype | None,
@@ -365,8 +365,3 @@ def _whole(
 def _gradients(x: Tensor, dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     params = (x.new_empty(0 if t is None else x.shape[-1], dtype=t or x.dtype) for t in (dweight_dtype, dbias_dtype))
     return torch.empty_like(x, memory_format=torch.contiguous_format), *params
-
-
-@backward.register_fake
-def _(dy, x, mean, r, weight, bias, dtotal, centered, invertible, dweight_dtype, dbias_dtype) -> tuple[Tensor, ...]:
-    return _gradients(x, dweight_dtype, dbias_dtype)

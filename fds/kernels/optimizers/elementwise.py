@@ -261,17 +261,12 @@ def lion(
     """Update flat slices of parameters and their momentum in place, with one launch for all slices of the same dtypes.
 
     Args:
-        param: (N,) contiguous, float32 or 16 bit; arithmetic is in float32. Or a list of such slices, of any lengths;
-            then grad, exp_avg and out, if not None, are lists of as many.
-        grad: (N,), or any shape of N elements, of any floating dtype, multiplied by `grad_scale`.
-        exp_avg: (N,) contiguous, the momentum.
-        lr: () float64 or float32.
+        exp_avg: (N,) contiguous, the momentum, or a list.
         beta1: weight of the momentum in the direction, in [0, 1).
         beta2: decay of the momentum, in [0, 1).
         weight_decay: factor of the parameter in its update.
-        grad_scale: () float32 divisor of the gradients, or None.
-        skip: () bool, or None; if true, nothing is written, whatever the gradients are.
-        out: (N,) contiguous, to which the new parameters are written in its dtype, or None.
+
+    All others are as in `adamw`.
 
     Raises `KernelError`, naming the argument, for any other shape, dtype, device or range.
     """
@@ -296,19 +291,14 @@ def sgd(
     """Update flat slices of parameters and any momentum in place, with one launch for all slices of the same dtypes.
 
     Args:
-        param: (N,) contiguous, float32 or 16 bit; arithmetic is in float32. Or a list of such slices, of any lengths;
-            then grad, and momentum_buffer and out, if not None, are lists of as many.
-        grad: (N,), or any shape of N elements, of any floating dtype, multiplied by `grad_scale`.
-        momentum_buffer: (N,) contiguous, zeros before the first update; None: p = p - lr * g.
+        momentum_buffer: (N,) contiguous, or a list, zeros before the first update; None: p = p - lr * g.
         step: () int64, updates applied before this one; dampening begins after the first.
-        lr: () float64 or float32.
         momentum: decay of the buffer.
         weight_decay: L2 penalty.
         dampening: subtracted from the weight 1 of the gradient, after the first update.
         nesterov: use Nesterov momentum.
-        grad_scale: () float32 divisor of the gradients, or None.
-        skip: () bool, or None; if true, nothing is written, whatever the gradients are.
-        out: (N,) contiguous, to which the new parameters are written in its dtype, or None.
+
+    All others are as in `adamw`.
 
     Raises `KernelError`, naming the argument, for any other shape, dtype, device or range.
     """

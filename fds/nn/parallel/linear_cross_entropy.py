@@ -122,7 +122,10 @@ def _whole(hidden: Tensor, axis: Axis, dim: int) -> Tensor:
     return hidden.new_empty(()).expand(shape)
 
 
-@operator("vocab_linear_cross_entropy")
+@operator(
+    "vocab_linear_cross_entropy",
+    lambda hidden, weight, targets, bias, wants, *_: one_rank.outputs(hidden, weight, wants),
+)
 def _forward(
     hidden: Tensor,
     weight: Tensor,
@@ -165,11 +168,6 @@ def _forward(
     if wants[2] and padding:
         dbias = F.pad(dbias, (0, padding))
     return total, dhidden, dweight, dbias
-
-
-@_forward.register_fake
-def _(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, wants: list[bool], *_: Any) -> Any:
-    return one_rank.outputs(hidden, weight, wants)
 
 
 class _VocabLinearCrossEntropy(LinearCrossEntropy):
