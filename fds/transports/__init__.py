@@ -7,7 +7,7 @@ axes, inside a node and between nodes; `rows` sends the rows that are not 0, and
 itself is never coded, so nothing of it is lost.
 """
 
-from fds.transports._codes import cast, onebit, quantized, topk
+from fds.transports._code import cast, onebit, quantized, topk
 from fds.transports._hierarchical import hierarchical
 from fds.transports._rows import rows
 

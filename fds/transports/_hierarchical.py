@@ -17,7 +17,7 @@ from fds import random
 from fds.collectives import Axis, Work
 from fds.errors import ComposeError
 from fds.step import Leg, Pending, Relay, Transport
-from fds.transports.code import Coded, given
+from fds.transports._code import Coded, given
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -31,16 +31,13 @@ class Hierarchical(Transport):
 
     @property
     def bound(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The larger one of the two codes."""
         return max(self.inner.bound, self.outer.bound)
 
     @property
     def draws(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether one of the two draws."""
         return self.inner.draws or self.outer.draws
 
     def seeded(self, key: Tensor) -> Hierarchical:
-        """Return the transport that draws from a key."""
         return attrs.evolve(self, inner=self.inner.seeded(key), outer=self.outer.seeded(random.fold_in(key, "outer")))
 
     def on(self, axis: Axis) -> Hierarchical:
@@ -85,19 +82,15 @@ class Hierarchical(Transport):
         return Relay(first.work, between_nodes)
 
     def combine(self, axis: Axis, own: Tensor, kept: Tensor | None) -> Work:
-        """Sum over replicas as between nodes."""
         return self.outer.combine(axis, own, kept)
 
     def spread(self, axis: Axis, own: Tensor, whole: Tensor, kept: Tensor | None) -> Work:
-        """Send sums between nodes, and the same messages inside each."""
         return self._to_all(axis, own, whole, kept)
 
     def gather(self, axis: Axis, part: Tensor, whole: Tensor) -> Work:
-        """Send parameters between nodes, and the same messages inside each."""
         return self._to_all(axis, part, whole, None)
 
     def bytes_sent(self, leg: Leg, numel: int, dtype: torch.dtype, size: int) -> float:
-        """Return the bytes of the messages that a rank sends in a leg, inside its node and between nodes."""
         if leg == "combine":
             return self.outer.bytes_sent(leg, numel, dtype, size)
         return sum(self.bytes_by_axis(leg, numel, size))

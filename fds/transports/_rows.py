@@ -26,7 +26,7 @@ from fds.errors import ComposeError, is_int
 from fds.layout import Bucket
 from fds.step import Leg, Pending, Relay, Transport
 from fds.step.sharding.transport import LOSSLESS
-from fds.transports.code import Arriving, Code
+from fds.transports._code import Arriving, Code
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -44,7 +44,6 @@ class NumberedRows(Code):
         return -(-min(self.room, n // self.width) // 4) * 4
 
     def num_bytes(self, n: int) -> int:
-        """Return the bytes of the places for rows of n numbers."""
         return self.count(n) * (4 + self.width * self.dtype.itemsize)
 
     def encode(self, numbers: Tensor, messages: Tensor) -> None:
@@ -64,7 +63,6 @@ class NumberedRows(Code):
             values.masked_fill_(place[-1] > len(at), math.nan)
 
     def decode(self, message: Tensor, out: Tensor) -> None:
-        """Put the rows into their places, zeros into the others."""
         at, values = self._parts(message, len(out))
         out.zero_().view(-1, self.width)[at.long()] = values.to(out.dtype)
 
@@ -88,7 +86,6 @@ class Rows(Transport):
         return (name, width) if width > 1 else (None, 1)
 
     def of(self, bucket: Bucket, data: Axis) -> Transport:
-        """Return the transport of rows as wide as the parameter's."""
         return attrs.evolve(self, bucket=bucket, ranks=data.size) if bucket.leaves[0].unit > 1 else LOSSLESS
 
     def reduce(self, axis: Axis, whole: Tensor, out: Tensor, kept: Tensor | None) -> Work:
@@ -111,8 +108,6 @@ class Rows(Transport):
         return self._send("combine", axis, own[None], by_rows, lambda: LOSSLESS.combine(axis, own, None))
 
     def spread(self, axis: Axis, own: Tensor, whole: Tensor, kept: Tensor | None) -> Work:
-        """Send the rows of sums to all."""
-
         def by_rows(code: Code) -> Work:
             work, messages = code.share(axis, own, None)
 
@@ -125,12 +120,11 @@ class Rows(Transport):
         return self._send("spread", axis, own[None], by_rows, lambda: LOSSLESS.spread(axis, own, whole, None))
 
     def bytes_sent(self, leg: Leg, numel: int, dtype: torch.dtype, size: int) -> float:
-        """Return the bytes of a leg over `size` ranks; where rows are counted, the most."""
         dense = LOSSLESS.bytes_sent(leg, numel, dtype, size)
         if self.bucket is None or leg == "gather":
             return dense
         if self.most is None:
-            return dense + 8 * (size - 1)
+            return dense + 8 * (size - 1)  # at most: ranks may send fewer rows
         code = self._code(leg, self._room(leg), dtype, size)
         return dense if code is None else (size - 1) * code.num_bytes(self.bucket.length)
 

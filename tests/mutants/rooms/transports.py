@@ -7,7 +7,7 @@ ROWS = "tests/laws/test_law_12_rows.py"
 MUTANTS = (
     Mutant(
         "the-error-of-sums-is-forgotten",
-        "fds/transports/code.py",
+        "fds/transports/_code.py",
         "work, messages = self.code.share(axis, own, kept)",
         "work, messages = self.code.share(axis, own, None)",
         "at stage 0 what the second message loses is lost for good",
@@ -15,7 +15,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-rank-codes-its-own",
-        "fds/transports/code.py",
+        "fds/transports/_code.py",
         "            if r == index:\n                into.copy_(own)",
         "            if r != r:\n                into.copy_(own)",
         "what a rank sends itself is what memory held",
