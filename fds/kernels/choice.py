@@ -101,13 +101,13 @@ def runs_triton(kernel: str, x: Tensor) -> bool:
     device, kinds = x.device, _scopes.kinds
     if not kinds and device.type != "cuda":
         return False
-    found = _decide(kernel, device, x.dtype, kinds[-1] if kinds else "")
-    if found == TRITON:
+    decision = _decide(kernel, device, x.dtype, kinds[-1] if kinds else "")
+    if decision == TRITON:
         return True
-    if found == REFERENCE:
+    if decision == REFERENCE:
         return False
     raise KernelError(
-        f"Triton kernels were requested, and {found}", where="kernels.only('triton')",
+        f"Triton kernels were requested, and {decision}", where="kernels.only('triton')",
         got=f"a tensor on {device}, {x.dtype}",
         want="float32, float16 or bfloat16 on a GPU, or on a CPU with TRITON_INTERPRET=1",
         hint="references take any: leave only('triton') out, or take prefer_triton()",
@@ -148,10 +148,10 @@ _decided: dict[tuple[str, torch.device, torch.dtype, str], str] = {}
 def _decide(kernel: str, device: torch.device, dtype: torch.dtype, kind: str) -> str:
     """Return "triton", "reference", or why Triton cannot run although `only` demands it."""
     key = (kernel, device, dtype, kind)
-    found = _decided.get(key)
-    if found is None:
-        found = _decided[key] = _reasons(kernel, device, dtype, kind)[0]
-    return found
+    decision = _decided.get(key)
+    if decision is None:
+        decision = _decided[key] = _reasons(kernel, device, dtype, kind)[0]
+    return decision
 
 
 # What torch.compiler.assume_constant_result sets, which loads all of torch._dynamo (1 s): a decision is constant in a

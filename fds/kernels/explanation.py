@@ -15,14 +15,14 @@ def explanations(device: torch.device, more: Collection[torch.dtype] = ()) -> di
     """Return for every kernel what runs on a device, and why, for the dtypes of kernels and `more`, told apart."""
     texts = {}
     for kernel in evidence.HOMES:
-        found: dict[str, list[str]] = {}
+        dtypes_of: dict[str, list[str]] = {}
         for dtype in dict.fromkeys((*choice.DTYPES, *more)):
             text = f"{RUNS[choice.chosen(kernel, device, dtype)]} ({choice.explained(kernel, device, dtype)})"
-            found.setdefault(text, []).append(str(dtype).removeprefix("torch."))
-        if len(found) == 1:
-            texts[kernel] = next(iter(found))
+            dtypes_of.setdefault(text, []).append(str(dtype).removeprefix("torch."))
+        if len(dtypes_of) == 1:
+            texts[kernel] = next(iter(dtypes_of))
         else:
-            texts[kernel] = "; ".join(f"{text} in {', '.join(dtypes)}" for text, dtypes in found.items())
+            texts[kernel] = "; ".join(f"{text} in {', '.join(dtypes)}" for text, dtypes in dtypes_of.items())
     return texts
 
 

@@ -52,13 +52,13 @@ class Kernel(JITFunction):
                 ],
                 *[_kind(x) for x in args[self._num_pointers :]],
             )
-            found = self._launches.get(key)
-            if found is None:
+            launched = self._launches.get(key)
+            if launched is None:
                 made = self.run(*args, grid=grid, warmup=False, **constants)
                 if made is not None and constants.keys() >= {*self._constants}:
                     self._launches[key] = made, [constants[name] for name in self._constants]
                 return made
-            kernel, rest = found
+            kernel, rest = launched
             stream, enter = active.get_current_stream(device), runtime.launch_enter_hook
             metadata = None if enter is None else kernel.launch_metadata(grid, stream, *args, *rest)
             kernel.run(

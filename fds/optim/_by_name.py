@@ -66,12 +66,12 @@ def _name_of(function: Callable) -> str:
 
 def _label(key: Pattern | tuple[Pattern, ...]) -> str:
     """Return a key of `by_name` as it is in the names of metrics."""
-    return named([one if isinstance(one, str) else _name_of(one) for one in _patterns(key)])
+    return named([pattern if isinstance(pattern, str) else _name_of(pattern) for pattern in _patterns(key)])
 
 
 def _shown(key: Pattern | tuple[Pattern, ...]) -> str:
     """Return a key of `by_name` as text."""
-    texts = [repr(one) if isinstance(one, str) else _name_of(one) for one in _patterns(key)]
+    texts = [repr(pattern) if isinstance(pattern, str) else _name_of(pattern) for pattern in _patterns(key)]
     return f"({', '.join(texts)}{',' * (len(texts) == 1)})" if isinstance(key, tuple) else texts[0]
 
 
@@ -92,7 +92,7 @@ def _check_optimizers(optimizers: object) -> None:
             "by_name: not a mapping", where="optimizers", got=repr(optimizers)[:60], want="{pattern: optimizer, ...}"
         )
     for pattern, optimizer in optimizers.items():
-        if not _patterns(pattern) or not all(isinstance(one, str) or callable(one) for one in _patterns(pattern)):
+        if not _patterns(pattern) or not all(isinstance(x, str) or callable(x) for x in _patterns(pattern)):
             raise OptimizerError(
                 "by_name: not a pattern",
                 where="optimizers",
@@ -108,11 +108,11 @@ def _check_optimizers(optimizers: object) -> None:
                 hint="write by_name({pattern: optimizer, ...})",
             )
     every = list(optimizers.values())
-    apart = next((one for one in every if one.phases != every[0].phases), None)
+    apart = next((member for member in every if member.phases != every[0].phases), None)
     if apart is not None:
         raise OptimizerError(
             "by_name: gradients are summed over ranks for all optimizers or for none",
-            where=_shown(next(pattern for pattern, one in optimizers.items() if one is apart)),
+            where=_shown(next(pattern for pattern, member in optimizers.items() if member is apart)),
             got=f"{every[0]} and {apart}",
             want="optimizers that send alike, in the same calls",
         )
@@ -193,7 +193,8 @@ class _Groups:
     def _takes(self, key: Pattern | tuple[Pattern, ...], name: str) -> bool:
         """Say whether a pattern, or one of several, takes a parameter."""
         return any(
-            fnmatch.fnmatchcase(name, one) if isinstance(one, str) else self._asked(one, name) for one in _patterns(key)
+            fnmatch.fnmatchcase(name, pattern) if isinstance(pattern, str) else self._asked(pattern, name)
+            for pattern in _patterns(key)
         )
 
     def _asked(self, function: Callable[[str, tuple[int, ...]], bool], name: str) -> bool:
@@ -227,7 +228,7 @@ class _Groups:
         """Raise `OptimizerError` for a pattern that takes no parameter, and let each optimizer check its own."""
         for key in self.groups:
             if not any(self._takes(key, name) for name in names):
-                text = next((one for one in _patterns(key) if isinstance(one, str)), "")
+                text = next((pattern for pattern in _patterns(key) if isinstance(pattern, str)), "")
                 near = did_you_mean(text, names) if names else "there is no trainable parameter"
                 several = 'a pattern that may match nothing goes into a tuple with one that does: ("*norm*", "*.bias")'
                 raise OptimizerError(
@@ -285,16 +286,16 @@ class _Groups:
         **rest: Any,
     ) -> tuple[list[Tensor], dict]:
         """Update the slices of every group with its optimizer, at its own learning rate."""
-        known = [m.values(step) for m in self.members] if values is None else list(values.members.values())
+        evaluated = [m.values(step) for m in self.members] if values is None else values.members.values()
         new, after = list(params), {slot: list(tensors) for slot, tensors in opt.items()}
-        for (pattern, member), slices, now in zip(self.optimizers.items(), self.slices(segments), known, strict=True):
+        every = zip(self.optimizers.items(), self.slices(segments), evaluated, strict=True)
+        for (pattern, member), slices, now in every:
             if not slices:
                 continue
             part = {slot: _pick(tensors, slices) for slot, tensors in opt.items()}
             part = {slot: tensors for slot, tensors in part.items() if any(x is not None for x in tensors)}
-            more = (
-                {} if exchange is None else {"exchange": exchange.of(pattern, lambda held, at=slices: _pick(held, at))}
-            )
+            pick = lambda tensors, at=slices: _pick(tensors, at)
+            more = {} if exchange is None else {"exchange": exchange.of(pattern, pick)}
             moved, slots = returned.update(
                 member,
                 _pick(grads, slices),
@@ -340,5 +341,5 @@ def _same(a: Sequence, b: Sequence) -> bool:
 
 
 def _put(values: list, indices: list[int], part: Sequence) -> None:
-    for index, one in zip(indices, part, strict=True):
-        values[index] = one
+    for index, value in zip(indices, part, strict=True):
+        values[index] = value

@@ -304,7 +304,7 @@ class Rule:
             opt = {**opt, **now.exchange.own}
         numbers = None
         if self.numbers:
-            numbers = {slot: [x for own in opt[slot] for x in own.unbind()] for slot in self.numbers}
+            numbers = {slot: [x for numbers_of in opt[slot] for x in numbers_of.unbind()] for slot in self.numbers}
             opt = {slot: flats for slot, flats in opt.items() if slot not in numbers}
         params, grads, opt, alone = _by_segment(slices, grads, opt, now.segments, self.keep_empty)
         if not params:  # the slices are padding only

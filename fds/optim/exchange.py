@@ -90,23 +90,23 @@ class Exchange:
 
     def of(self, pattern: str, pick: Callable[[list[Tensor]], list[Tensor]]) -> Exchange:
         """Return the same for some of the slices, which an optimizer under this pattern updates."""
-        own = {slot: pick(held) for slot, held in self.own.items()}
+        own = {slot: pick(tensors) for slot, tensors in self.own.items()}
         return attrs.evolve(self, own=own, lr=None if self.lr is None else self.lr[pattern])
 
 
 def signed_sums(
-    axis: Axis | None, given: Iterable[Tensor], worker: list[Tensor], server: list[Tensor]
+    axis: Axis | None, terms: Iterable[Tensor], worker: list[Tensor], server: list[Tensor]
 ) -> Iterable[Tensor]:
-    """Return the sums (n,) over ranks of each of the tensors `given` (n,), sent as signs; all ranks get the same bits.
+    """Return the sums (n,) over ranks of each of the tensors `terms` (n,), sent as signs; all ranks get the same bits.
 
     For every tensor, with rms the root of the mean square, and sgn(0) = 1::
 
-        x = given + worker              on every rank
+        x = term + worker               on every rank
         worker = x - rms(x) sgn(x)      rms(x) sgn(x) is sent, a chunk of it to each rank
         c = sum of what came + server   on every rank, of its chunk
         server = c - rms(c) sgn(c)      rms(c) sgn(c) is sent, to all
 
-    Two messages, each of all tensors. `given` is read once, and the sums are made as they are asked for: neither needs
+    Two messages, each of all tensors. `terms` is read once, and the sums are made as they are asked for: neither needs
     to be whole at any time. `worker` and `server` (n,) float32 are written over; of `server` a rank has its own chunk,
     and what else is there (after a change of the number of ranks) goes into its next message. One rank sends and loses
     nothing.
@@ -115,7 +115,7 @@ def signed_sums(
     each tensor, are DeepSpeed's.
     """
     if axis is None:
-        totals = [x + w + s for x, w, s in zip(given, worker, server, strict=True)]
+        totals = [x + w + s for x, w, s in zip(terms, worker, server, strict=True)]
         for error in (*worker, *server):
             error.zero_()
         return totals
@@ -123,8 +123,8 @@ def signed_sums(
     owned = [slice(axis.index * n, (axis.index + 1) * n) for n in chunks]
     sent = torch.zeros(axis.size, _num_bytes(chunks), dtype=torch.uint8, device=worker[0].device)
     dtypes = []
-    for x, w, s, own, scale, bits in zip(given, worker, server, owned, *_opened(sent, chunks), strict=True):
-        for other in (slice(own.start), slice(own.stop, None)):
+    for x, w, s, chunk, scale, bits in zip(terms, worker, server, owned, *_opened(sent, chunks), strict=True):
+        for other in (slice(chunk.start), slice(chunk.stop, None)):
             w[other] += s[other]
             s[other] = 0
         scale[:] = _send(w.add_(x), bits)
@@ -134,21 +134,21 @@ def signed_sums(
 
     own_sent = torch.zeros(1, sent.shape[1], dtype=torch.uint8, device=sent.device)
     theirs, mine = _opened(arrived, chunks), _opened(own_sent, chunks)
-    for s, own, scales, codes, scale, bits in zip(server, owned, *theirs, *mine, strict=True):
-        total = s[own]
+    for s, chunk, scales, codes, scale, bits in zip(server, owned, *theirs, *mine, strict=True):
+        total = s[chunk]
         for at in blocks(total):
             signs = [kernels.signs_of(code[at.start // 8 : -(-at.stop // 8)]) for code in codes]
             sums = signs[0].mul_(scales[0])
-            for term, one in zip(signs[1:], scales[1:], strict=True):
-                sums += term.mul_(one)
+            for term, scale_of in zip(signs[1:], scales[1:], strict=True):
+                sums += term.mul_(scale_of)
             total[at] += sums[: at.stop - at.start]
         scale[:] = _send(total, bits)
     everything = own_sent.new_empty(axis.size * own_sent.shape[1])
     axis.start_all_gather(everything, own_sent[0]).wait()
-    found = _opened(everything.view(axis.size, -1), chunks)
+    sums_of = _opened(everything.view(axis.size, -1), chunks)
     return (
         kernels.signs_of(codes).mul_(scales[:, None]).view(-1)[: len(w)].to(dtype)
-        for w, dtype, scales, codes in zip(worker, dtypes, *found, strict=True)
+        for w, dtype, scales, codes in zip(worker, dtypes, *sums_of, strict=True)
     )
 
 

@@ -65,16 +65,16 @@ def schedule(factory: Callable[P, Callable[[Tensor], Tensor]]) -> Callable[P, Cu
         ScheduleError: an argument is missing, unknown or not such a number.
     """
     signature = inspect.signature(factory, eval_str=True)
-    chosen = [name for name, one in signature.parameters.items() if get_origin(one.annotation) is Literal]
+    chosen = [name for name, parameter in signature.parameters.items() if get_origin(parameter.annotation) is Literal]
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Curve:
-        given = bound(factory, args, kwargs, ScheduleError)
-        for name, value in given.arguments.items():
+        call = bound(factory, args, kwargs, ScheduleError)
+        for name, value in call.arguments.items():
             _check(factory.__name__, signature.parameters[name], value)
-        given.apply_defaults()
-        named = tuple((n, v) for n, v in given.kwargs.items() if n in chosen or v != signature.parameters[n].default)
-        return Curve(make, given.args, named, factory(*args, **kwargs))
+        call.apply_defaults()
+        named = tuple((n, v) for n, v in call.kwargs.items() if n in chosen or v != signature.parameters[n].default)
+        return Curve(make, call.args, named, factory(*args, **kwargs))
 
     return make
 

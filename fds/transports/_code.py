@@ -133,7 +133,7 @@ class Coded(Transport):
 
     def reduce(self, axis: Axis, whole: Tensor, out: Tensor, kept: Tensor | None) -> Work:
         """Send each rank its slice, coded; sum what arrives in float32, in the order of ranks."""
-        rows = given(whole, kept).view(axis.size, -1)
+        rows = add_kept(whole, kept).view(axis.size, -1)
         arriving = self.code.exchange(axis, rows, None if kept is None else kept.view(axis.size, -1))
         return Pending(arriving.work, lambda: arriving.sum(out))
 
@@ -183,7 +183,7 @@ class Coded(Transport):
         return self.text
 
 
-def given(x: Tensor, kept: Tensor | None) -> Tensor:
+def add_kept(x: Tensor, kept: Tensor | None) -> Tensor:
     """Return what a leg is given, with what was kept of it, which is 0 afterwards; float32 where something was."""
     if kept is None:
         return x

@@ -17,7 +17,7 @@ from fds import random
 from fds.collectives import Axis, Work
 from fds.errors import ComposeError
 from fds.step import Leg, Pending, Relay, Transport
-from fds.transports._code import Coded, given
+from fds.transports._code import Coded, add_kept
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -67,7 +67,7 @@ class Hierarchical(Transport):
         """Sum inside the node the slices of ranks that have the same place in theirs, then between nodes."""
         node, local = self.along
         sorted_by_place = lambda x: x.view(node.size, local.size, -1).transpose(0, 1)  # (place, node, n)
-        rows = sorted_by_place(given(whole, kept)).reshape(local.size, -1)
+        rows = sorted_by_place(add_kept(whole, kept)).reshape(local.size, -1)
         errors = None if kept is None else torch.zeros_like(rows)
         first = self.inner.code.exchange(local, rows, errors)
 
@@ -133,11 +133,11 @@ def hierarchical(inner: Transport, outer: Transport | None = None) -> Hierarchic
     keeps what it loses (error feedback) and the other does not.
     """
     outer = inner if outer is None else outer
-    for one in (inner, outer):
-        if not isinstance(one, Coded):
+    for transport in (inner, outer):
+        if not isinstance(transport, Coded):
             raise ComposeError(
                 "hierarchical: no way to code a message",
-                got=repr(one)[:80],
+                got=repr(transport)[:80],
                 want="fds.transports.quantized(4), or cast, onebit, topk",
             )
     assert isinstance(inner, Coded) and isinstance(outer, Coded)

@@ -218,12 +218,12 @@ def operands(row: Mapping[str, int], over: str, **tensors: Tensor) -> dict[str, 
 
     `over` names those of which a block has QUERIES rows; the others' have KEYS.
     """
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, x in tensors.items():
         rows = row["QUERIES" if name in over.split() else "KEYS"]
-        found[f"{name}_ptr"] = described(x, rows, width(x.shape[3])) if row["TMA"] else x
-        found[f"{name}_strides"] = None if row["TMA"] else strides(x)
-    return found
+        arguments[f"{name}_ptr"] = described(x, rows, width(x.shape[3])) if row["TMA"] else x
+        arguments[f"{name}_strides"] = None if row["TMA"] else strides(x)
+    return arguments
 
 
 def _varies(bias: Tensor | None) -> str:

@@ -36,31 +36,31 @@ BLOCK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 @operator("vocabulary_statistics", lambda *args: _message(*args))
 def statistics(logits: Tensor, columns: Tensor, smoothed: bool) -> Tensor:
     """Return the message of a part: (m_r, s_r, a_r), each (N,), and b_r if smoothed."""
-    told = _message(logits, columns, smoothed).zero_()
-    lowest = torch.finfo(told.dtype).min  # finite: two minus infinities have no difference
+    message = _message(logits, columns, smoothed).zero_()
+    lowest = torch.finfo(message.dtype).min  # finite: two minus infinities have no difference
     if not logits.shape[1]:
-        told[0] = lowest
-        return told
-    for rows, x, block in _blocks(logits, told.dtype):
-        torch.amax(x, 1, out=told[0, rows]).clamp_(min=lowest)
+        message[0] = lowest
+        return message
+    for rows, x, block in _blocks(logits, message.dtype):
+        torch.amax(x, 1, out=message[0, rows]).clamp_(min=lowest)
         if smoothed:
-            torch.sum(x, 1, out=told[3, rows])
-        torch.sum(torch.sub(x, told[0, rows, None], out=block).exp_(), 1, out=told[1, rows])
-    told[2] = logits.gather(1, columns.clamp(min=0)[:, None])[:, 0].masked_fill(columns < 0, 0.0)
-    return told
+            torch.sum(x, 1, out=message[3, rows])
+        torch.sum(torch.sub(x, message[0, rows, None], out=block).exp_(), 1, out=message[1, rows])
+    message[2] = logits.gather(1, columns.clamp(min=0)[:, None])[:, 0].masked_fill(columns < 0, 0.0)
+    return message
 
 
 def _message(logits: Tensor, columns: Tensor, smoothed: bool) -> Tensor:
     return logits.new_empty(4 if smoothed else 3, len(columns), dtype=arguments.width(logits))
 
 
-def combined(told: Tensor, label_smoothing: float, every: float | Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+def combined(messages: Tensor, label_smoothing: float, every: float | Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     """Return the loss of each token (N,) and norms (2, N), m and l, of messages (parts, 3 or 4, N); every is e / V."""
-    top = told[:, 0].amax(0)
-    log_sum = (told[:, 1] * (told[:, 0] - top).exp_()).sum(0).log_()
-    loss = log_sum + (1 - label_smoothing) * (top - told[:, 2].sum(0))
+    top = messages[:, 0].amax(0)
+    log_sum = (messages[:, 1] * (messages[:, 0] - top).exp_()).sum(0).log_()
+    loss = log_sum + (1 - label_smoothing) * (top - messages[:, 2].sum(0))
     if label_smoothing:
-        loss += label_smoothing * top - every * told[:, 3].sum(0)
+        loss += label_smoothing * top - every * messages[:, 3].sum(0)
     if z_loss:
         loss += z_loss * (top + log_sum).square()
     return loss, torch.stack([top, log_sum])

@@ -53,8 +53,8 @@ def _sign_kernel(
     inside = stored[:, :, None] & (at < n)
     x = tl.load(numbers_ptr + line * row + at * column, mask=inside, other=0.0).to(tl.float32)
 
-    held = tl.minimum(n - g * group, group).to(tl.float32)
-    scale = tl.sum(tl.sum(tl.abs(x), 2), 1) * tl.div_rn(1.0, tl.where(g < count, held, 1.0))
+    size = tl.minimum(n - g * group, group).to(tl.float32)
+    scale = tl.sum(tl.sum(tl.abs(x), 2), 1) * tl.div_rn(1.0, tl.where(g < count, size, 1.0))
     is_positive = x >= 0
     if kept_ptr is not None:
         kept = kept_ptr + line * kept_row + at * kept_column

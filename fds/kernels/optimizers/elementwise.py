@@ -186,23 +186,23 @@ NUM_SLOTS, NUM_NUMBERS = 2, 6  # of the kernel; a rule with fewer leaves the las
 
 
 def _run(
-    rule: str, found: Columns, reference: Callable[..., None], scalars: dict[str, Tensor | None],
+    rule: str, columns: Columns, reference: Callable[..., None], scalars: dict[str, Tensor | None],
     options: dict[str, Any], numbers: tuple[float, ...], *, mode: bool = False,
 ) -> None:
     """Launch the kernel on slices, with the numbers of a rule; or call the reference, with options in their place."""
-    if not found.sizes:
+    if not columns.sizes:
         return
-    like = found.columns[0][0]
+    like = columns.columns[0][0]
     slices.scalars(like, **scalars)
-    if not found.run_triton(rule):
-        for *row, out in found.rows():
+    if not columns.run_triton(rule):
+        for *row, out in columns.rows():
             reference(*row, **scalars, **options, out=out)
         return
-    absent = [None] * (2 + NUM_SLOTS + 1 - len(found.columns))
+    absent = [None] * (2 + NUM_SLOTS + 1 - len(columns.columns))
     values = [*numbers, *[None] * (NUM_NUMBERS - len(numbers))]
     read = [scalars.get(name) for name in ("step", "lr", "grad_scale", "skip")]
     with on(like):
-        for at in slices.launches(found):
+        for at in slices.launches(columns):
             *row, out = at.row
             _elementwise_kernel[at.grid](
                 *row, *absent, out, at.tiles, at.table, *read, at.size, *values, RULE=rule, MODE=mode,

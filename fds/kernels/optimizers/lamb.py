@@ -302,7 +302,7 @@ class _Launch:
     options: dict[str, Any]
 
 
-def _launches(found: Columns, groups: list[Group], tiles: Tiles) -> Iterator[_Launch]:
+def _launches(columns: Columns, groups: list[Group], tiles: Tiles) -> Iterator[_Launch]:
     """Yield the launches of a pass: one for a group with a table, else one for each slice."""
     for group in groups:
         options = {"ALIGNED": group.aligned, **group.meta}
@@ -310,7 +310,7 @@ def _launches(found: Columns, groups: list[Group], tiles: Tiles) -> Iterator[_La
         for i in some[:1] if group.table is not None else some:
             first, end = tiles.starts[i], tiles.ends[i if group.table is None else some[-1]]
             if first < end:
-                yield _Launch(found.row(i), group.table, first, end - first, options)
+                yield _Launch(columns.row(i), group.table, first, end - first, options)
 
 
 @torch.no_grad()
@@ -350,30 +350,30 @@ def lamb(
     """
     slices.numbers(eps=eps, weight_decay=weight_decay, min_coeff=min_coeff, max_coeff=max_coeff)
     slices.numbers(beta1=beta1, beta2=beta2, high=1.0)
-    found = slices.columns({"out": out}, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    if not found.sizes:
+    columns = slices.columns({"out": out}, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    if not columns.sizes:
         return
-    slices.scalars(found.columns[0][0], step=step, lr=lr, grad_scale=grad_scale, skip=skip)
-    spans = _checked(segments, found.sizes, many=isinstance(param, Sequence))
+    slices.scalars(columns.columns[0][0], step=step, lr=lr, grad_scale=grad_scale, skip=skip)
+    spans = _checked(segments, columns.sizes, many=isinstance(param, Sequence))
     if not any(spans):
         return
     options = {"step": step, "lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay,
                "min_coeff": min_coeff, "max_coeff": max_coeff, "bias_correction": bias_correction,
                "eps_inside_sqrt": eps_inside_sqrt, "grad_scale": grad_scale, "skip": skip}
-    run = _by_kernels if found.run_triton("lamb") else _by_reference
-    run(found, spans, reduce, **options)
+    run = _by_kernels if columns.run_triton("lamb") else _by_reference
+    run(columns, spans, reduce, **options)
 
 
 def _by_kernels(
-    found: Columns, spans: SliceSpans, reduce: Callable[[Tensor], Tensor], *, step, lr, beta1, beta2, eps,
+    columns: Columns, spans: SliceSpans, reduce: Callable[[Tensor], Tensor], *, step, lr, beta1, beta2, eps,
     weight_decay, min_coeff, max_coeff, bias_correction, eps_inside_sqrt, grad_scale, skip,
 ) -> None:
-    like = found.columns[0][0]
-    groups = list(slices.groups(found))
+    like = columns.columns[0][0]
+    groups = list(slices.groups(columns))
     tiles = tiles_of(spans, tuple((tuple(group.indices), group.meta["BLOCK"]) for group in groups), like.device)
     sums = like.new_empty(2, tiles.count, dtype=torch.float64)
     squares = like.new_empty(2, len(tiles.bounds), dtype=torch.float64)
-    launches = list(_launches(found, groups, tiles))
+    launches = list(_launches(columns, groups, tiles))
     with on(like):
         for at in launches:
             _moments_kernel[(at.count,)](
@@ -392,8 +392,8 @@ def _by_kernels(
             )
 
 
-def _by_reference(found: Columns, spans: SliceSpans, reduce: Callable[[Tensor], Tensor], **options: Any) -> None:
-    rows = list(zip(found.rows(), spans, strict=True))
+def _by_reference(columns: Columns, spans: SliceSpans, reduce: Callable[[Tensor], Tensor], **options: Any) -> None:
+    rows = list(zip(columns.rows(), spans, strict=True))
     own = {name: options[name] for name in ("beta1", "beta2", "grad_scale")}
     shared = {name: options[name] for name in ("eps", "weight_decay", "eps_inside_sqrt", "skip")}
     squares = [_reference_moments(*row[:4], segments=inside, **own, **shared) for row, inside in rows]

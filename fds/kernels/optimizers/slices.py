@@ -147,20 +147,20 @@ def columns(optional: Mapping[str, MaybeSlices], **required: Slices) -> Columns:
     if param is None:
         _check_there("param", param)
     count = len(param) if isinstance(param, Sequence) else 1
-    found = [_column(name, x, count) for name, x in required.items()]
-    found += [[None] * count if x is None else _column(name, x, count) for name, x in optional.items()]
-    if (plain := _plain(found, len(required))) is not None:
+    lists = [_column(name, x, count) for name, x in required.items()]
+    lists += [[None] * count if x is None else _column(name, x, count) for name, x in optional.items()]
+    if (plain := _plain(lists, len(required))) is not None:
         return plain
     for name, x in required.items():
         _check_there(name, x)
     rows = []
-    for i, row in enumerate(zip(*found, strict=True)):
+    for i, row in enumerate(zip(*lists, strict=True)):
         place = f"[{i}]" if isinstance(param, Sequence) else ""
-        rows.append(_checked(dict(zip(names, row, strict=True)), found[0][0], place))
-    found = [list(column) for column in zip(*rows, strict=True)]
-    addresses = [[0 if x is None else x.data_ptr() for x in column] for column in found]
-    kinds = [[None if x is None else x.dtype for x in column] for column in found]
-    return Columns(found, [row[0].numel() for row in rows], addresses, list(zip(*kinds, strict=True)))
+        rows.append(_checked(dict(zip(names, row, strict=True)), lists[0][0], place))
+    lists = [list(column) for column in zip(*rows, strict=True)]
+    addresses = [[0 if x is None else x.data_ptr() for x in column] for column in lists]
+    kinds = [[None if x is None else x.dtype for x in column] for column in lists]
+    return Columns(lists, [row[0].numel() for row in rows], addresses, list(zip(*kinds, strict=True)))
 
 
 def _check_there(name: str, x: MaybeSlices) -> None:
@@ -178,7 +178,7 @@ def _column(name: str, x: MaybeSlices, count: int) -> Column:
     return column
 
 
-def _plain(found: list[Column], required: int) -> Columns | None:
+def _plain(lists: list[Column], required: int) -> Columns | None:
     """Return slices that all have the same dtypes, where none needs an error or a copy, else None.
 
     One property of all tensors at a time: 0.25 us a tensor on a slow host, where `_checked` takes 2.
@@ -186,10 +186,10 @@ def _plain(found: list[Column], required: int) -> Columns | None:
     addresses: list[list[int]] = []
     kinds: list[torch.dtype | None] = []
     try:
-        sizes, device = list(map(Tensor.numel, found[0])), set(map(Tensor.get_device, found[0]))
-        if len(device) != 1 or not {1}.issuperset(map(Tensor.dim, found[0])):
+        sizes, device = list(map(Tensor.numel, lists[0])), set(map(Tensor.get_device, lists[0]))
+        if len(device) != 1 or not {1}.issuperset(map(Tensor.dim, lists[0])):
             return None
-        for k, column in enumerate(found):
+        for k, column in enumerate(lists):
             if k >= required and column[0] is None and set(map(type, column)) == {type(None)}:
                 addresses.append([0] * len(sizes))
                 kinds.append(None)
@@ -206,7 +206,7 @@ def _plain(found: list[Column], required: int) -> Columns | None:
                 return None
     except (TypeError, AttributeError):  # not a tensor
         return None
-    return Columns(found, sizes, addresses, [tuple(kinds)] * len(sizes))
+    return Columns(lists, sizes, addresses, [tuple(kinds)] * len(sizes))
 
 
 def _checked(named: dict[str, Any], first: Any, place: str) -> Row:
@@ -241,31 +241,31 @@ def _check_slice(
                               got=f"stride {x.stride()}", want="stride (1,)")
 
 
-def groups(found: Columns) -> Iterator[Group]:
+def groups(columns: Columns) -> Iterator[Group]:
     """Yield the groups of the slices on one device, without those that are empty.
 
     Large slices, and a single one, are launched by themselves. So is every slice where a CUDA graph is captured: its
     replays would copy tables from memory that was freed since, and their launches cost the host nothing.
     """
-    device, captured = found.columns[0][0].device, is_capturing(found.columns[0][0].device)
-    for (aligned, dtype, *_), indices in _together(found).items():
-        sizes = tuple([found.sizes[i] for i in indices])
+    device, captured = columns.columns[0][0].device, is_capturing(columns.columns[0][0].device)
+    for (aligned, dtype, *_), indices in _together(columns).items():
+        sizes = tuple([columns.sizes[i] for i in indices])
         table = None
         if not captured and len(sizes) > 1 and sum(sizes) < LARGE * len(sizes):
-            whole = len(sizes) == len(found.sizes)
-            numbers = chain(sizes, *(x if whole else [x[i] for i in indices] for x in found.addresses))
+            whole = len(sizes) == len(columns.sizes)
+            numbers = chain(sizes, *(x if whole else [x[i] for i in indices] for x in columns.addresses))
             table = _table(tuple(numbers), len(sizes), device, current_stream(device))
         yield Group(indices, sizes, table, aligned and table is not None, LAUNCH[dtype.itemsize])
 
 
-def _together(found: Columns) -> Mapping[tuple[Any, ...], Sequence[int]]:
+def _together(columns: Columns) -> Mapping[tuple[Any, ...], Sequence[int]]:
     """Return the slices that are not empty by alignment and dtypes."""
-    if found.are_alike() and all(found.sizes) and _is_aligned(chain(*found.addresses)):
-        return {(True, *found.dtypes[0]): range(len(found.sizes))}
+    if columns.are_alike() and all(columns.sizes) and _is_aligned(chain(*columns.addresses)):
+        return {(True, *columns.dtypes[0]): range(len(columns.sizes))}
     together: dict[tuple[Any, ...], list[int]] = {}
-    for i, (size, *row) in enumerate(zip(found.sizes, *found.addresses, strict=True)):
+    for i, (size, *row) in enumerate(zip(columns.sizes, *columns.addresses, strict=True)):
         if size:
-            together.setdefault((_is_aligned(row), *found.dtypes[i]), []).append(i)
+            together.setdefault((_is_aligned(row), *columns.dtypes[i]), []).append(i)
     return together
 
 
@@ -273,16 +273,16 @@ def _is_aligned(addresses: Iterable[int]) -> bool:
     return math.gcd(WIDEST, *addresses) == WIDEST
 
 
-def launches(found: Columns) -> Iterator[KernelLaunch]:
+def launches(columns: Columns) -> Iterator[KernelLaunch]:
     """Yield the launches that update slices on one device: one for those of a group with a table."""
-    for group in groups(found):
+    for group in groups(columns):
         meta, some = group.meta, group.indices
         if group.table is None:
             for i, size in zip(some, group.sizes, strict=True):
-                yield KernelLaunch(found.row(i), None, None, size, (cdiv(size, meta["BLOCK"]),), False, meta)
+                yield KernelLaunch(columns.row(i), None, None, size, (cdiv(size, meta["BLOCK"]),), False, meta)
         else:
             tiles = _tiles(group.sizes, meta["BLOCK"], group.table.device)
-            yield KernelLaunch(found.row(some[0]), tiles, group.table, 0, (len(tiles),), group.aligned, meta)
+            yield KernelLaunch(columns.row(some[0]), tiles, group.table, 0, (len(tiles),), group.aligned, meta)
 
 
 @functools.cache

@@ -326,8 +326,8 @@ MUTANTS = (
     Mutant(
         "messages-take-the-mean-of-zeros",
         "fds/kernels/messages/signs.py",
-        "held = tl.minimum(n - g * group, group)",
-        "held = tl.minimum(n + g * 0, group)",
+        "size = tl.minimum(n - g * group, group)",
+        "size = tl.minimum(n + g * 0, group)",
         "zeros that fill up the last group count in its mean",
         "tests/kernels/test_messages.py",
     ),
@@ -374,8 +374,8 @@ MUTANTS = (
     Mutant(
         "vocabulary-maximum-of-the-first-part",
         "fds/kernels/losses/vocabulary_parts.py",
-        "top = told[:, 0].amax(0)",
-        "top = told[0, 0]",
+        "top = messages[:, 0].amax(0)",
+        "top = messages[0, 0]",
         "exponentials overflow where another part has the larger logits",
         "tests/nn/parallel/test_vocab_cross_entropy.py",
     ),
