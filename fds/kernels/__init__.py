@@ -1,4 +1,4 @@
-"""Kernels: Triton where the time goes, each beside a reference in plain torch: one idea, one file.
+"""Kernels: Triton where the time goes, each beside a reference in plain torch. One idea, one file.
 
 Each takes float32, float16 and bfloat16 tensors of any strides, raises a `KernelError` that names the argument for
 anything else, and works under `torch.func`, `torch.utils.checkpoint`, `torch.compile` and stage-3 parameters.
