@@ -14,6 +14,7 @@ from fds import loss as losses, tree
 from fds.collectives import Axis
 from fds.errors import BatchError, LossError, StateError, is_a
 from fds.state import State
+from fds.step.agreement import Agreement
 from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_batch, same_composition
 from fds.step.checks.state_check import graphless, usable
@@ -25,7 +26,7 @@ from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import same_metrics
 from fds.step.stations import chosen_kernels
 from fds.step.structure import Structure
-from fds.step.totals import Totals, agree
+from fds.step.totals import Totals
 
 Local = Callable[[Any, bool], tuple[Totals, list[Any]]]
 
@@ -271,7 +272,7 @@ def _run(
 
 def _shared(step: Stations, state: State, totals: Totals) -> Totals:
     """Return the totals of all ranks."""
-    if step.everyone is None:
-        return totals
-    dims = step.dimensions
-    return agree(totals, None, {}, step.everyone, dims.data, calls=int(state.calls), repeats=dims.repeats)[0]
+    agreement = Agreement(step.everyone, int(state.calls))
+    counted = totals.put(agreement, repeats=step.dimensions.repeats)
+    agreement.count()
+    return counted()

@@ -19,6 +19,7 @@ from fds import autodiff, loss as losses, random, tree
 from fds.collectives import Axis
 from fds.collectives.traffic import Expected
 from fds.layout import Segment
+from fds.step.agreement import clamped, combined, placed
 from fds.step.call import Call
 from fds.step.checks import contracts, state_check as check
 from fds.step.decision import Decision
@@ -37,7 +38,7 @@ from fds.step.sharding.reduce import same_metrics
 from fds.step.split_batch import SplitBatch
 from fds.step.sums import InPlace, detached
 from fds.step.topology import Dimensions
-from fds.step.totals import Totals, clamped, combined, placed
+from fds.step.totals import Totals
 from fds.step.views import Cut, Views
 
 

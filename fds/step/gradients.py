@@ -14,8 +14,8 @@ from fds import reading, tree
 from fds.collectives import Axis
 from fds.layout import Segment
 from fds.step import foreach
+from fds.step.agreement import clamped, combined, joint_norm, placed
 from fds.step.residency.landing import Landing
-from fds.step.totals import clamped, combined, joint_norm, placed
 
 
 @attrs.frozen(eq=False)

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 
 import attrs
 import torch
-from torch import Tensor
 
 from fds.collectives import Axis
 from fds.collectives.traffic import Expected, MessageKind
 from fds.state import State
+from fds.step.agreement import Agreement
 from fds.step.all_stations import Stations
 from fds.step.seeds import Seeds
 from fds.step.sharding.footprint import seen_dtype, sum_dtype
 from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import Leg
 from fds.step.structure import Structure
-from fds.step.totals import numel_of
+from fds.step.totals import Totals, averaged
 
 
 @attrs.frozen
@@ -149,23 +149,25 @@ def _of_agreement(step: Stations, structure: Structure, state: State, everyone: 
 
     if dimensions.shares_rows:
         yield Expected.of(everyone, "all_gather", 4, torch.int64, what="batch")
-    numel = 4 + sum(1 if name.endswith(": mean") else 2 for name in asked.get("step", ()))  # call, use, loss and weight
     normed = step.commit is not None or weights or any(m.norm for m in step.measure)
-    sums, buffers = numel_of(notes.sums()), numel_of(state.buffers.values())
-    early = 0 if notes.late else sums
+    zero = torch.zeros((), device=state.step.device)
+    metrics = {name: zero if name.endswith(": mean") else zero.long() for name in asked.get("step", ())}
+    totals = Totals(zero, zero.double(), metrics, divisor=1 if divides else None)
+
+    def counted(axis: Axis | None, totals: Totals, data: Axis | None, repeats: tuple[int, int]) -> Iterator[Expected]:
+        agreement = Agreement(axis, 0)
+        totals.put(agreement, repeats=repeats)
+        averaged(state.buffers, agreement, data)
+        if normed:
+            agreement.norm(zero)
+        if not notes.late:
+            notes.put(agreement)
+        return agreement.messages()
+
+    yield from counted(dimensions.group, totals, dimensions.data, dimensions.repeats)
     if (local := dimensions.local) is not None:  # which adds up what groups have added up
-        yield Expected.of(
-            local, "all_reduce", numel + local.size * normed + buffers + early, torch.float64, what="scalars"
-        )
-    if (group := dimensions.group) is not None:
-        numel += group.size * normed + 2 * divides + group.size * (dimensions.repeats[1] > 1)
-        if dimensions.data is group:
-            numel += buffers
-        elif dimensions.data is not None and buffers:
-            yield Expected.of(dimensions.data, "all_reduce", buffers, torch.float64, what="buffers")
-        yield Expected.of(group, "all_reduce", numel + early, torch.float64, what="scalars")
-    if notes.late and sums:
-        yield Expected.of(everyone, "all_reduce", sums, torch.float64, what="notes")
-    if largest := notes.largest():
-        dtype = torch.int64
-        yield Expected.of(everyone, "all_reduce", sum(map(Tensor.numel, largest)), dtype, what="notes")
+        yield from counted(local, attrs.evolve(totals, divisor=None), local, (0, 1))
+    if notes.late:
+        last = Agreement(everyone, 0)
+        notes.put(last)
+        yield from last.messages("notes")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,14 +16,13 @@ from fds import autodiff, tree
 from fds.collectives import Axis
 from fds.errors import ComposeError, did_you_mean
 from fds.state import State
+from fds.step.agreement import Agreement
 from fds.step.call import Call, seeded
 from fds.step.checks import contracts
 from fds.step.memory import TOGETHER, Memory, Merge
 from fds.step.sharding.handles import materialize
-from fds.step.totals import add_up
 
 Place = tuple[str, str]  # a slot and the key path of an entry in it, "" for a slot that is a tensor
-_MAGNITUDE = 2**63 - 1  # the bits of a float64 but for its sign
 
 
 @attrs.define(eq=False)
@@ -67,38 +66,27 @@ class Notes:
                 value.clone(memory_format=torch.contiguous_format) if old is None else TOGETHER[merge](old, value)
             )
 
-    def sums(self) -> list[Tensor]:
-        """Return the entries that ranks add up, all of them on every rank."""
-        return [self._entry(place) for place in self._places("sum")]
+    def put(self, agreement: Agreement) -> Callable[[], None]:
+        """Put in all entries, on every rank; return the function that takes what ranks have made of them."""
+        entries = {
+            place: agreement.sum(self._entry(place)) if how == "sum" else agreement.largest(self._entry(place))
+            for place, (how, _, _) in self.kinds.items()
+        }
+        return lambda: self.merged.update((place, entry.value) for place, entry in entries.items())
 
-    def largest(self) -> list[Tensor]:
-        """Return the entries of which ranks take the largest, all of them on every rank."""
-        return [self._entry(place) for place in self._maxima()]
-
-    def put_sums(self, sums: Sequence[Tensor]) -> None:
-        """Replace the entries that ranks add up."""
-        self.merged |= zip(self._places("sum"), sums, strict=True)
-
-    def close(self, everyone: Axis | None) -> None:
+    def close(self, everyone: Axis | None, calls: int) -> None:
         """Merge over ranks what is not merged yet; nothing may be noted from here on."""
         self.closed = True
-        if everyone is None:
-            return
-        if self.late and (sums := self.sums()):
-            self.put_sums(add_up(sums, everyone))
-        self._share_largest(everyone)
+        if self.late and self.kinds:
+            agreement = Agreement(everyone, calls)
+            take = self.put(agreement)
+            agreement.count("notes")
+            take()
 
     def like(self, slot: str, tree_: Any) -> Any:
         """Return what was noted for a slot, in its structure."""
         _, build = tree.flatten(tree_)
         return build([self._entry((slot, name)) for name in tree.paths(tree_)])
-
-    def _places(self, merge: Merge) -> list[Place]:
-        return [place for place, (how, _, _) in self.kinds.items() if how == merge]
-
-    def _maxima(self) -> list[Place]:
-        """Return the places of maxima, those of floats first."""
-        return sorted(self._places("max"), key=lambda place: not self.kinds[place][2].is_floating_point)
 
     def _entry(self, place: Place) -> Tensor:
         """Return what was noted of an entry; where nothing was, the number that changes no other."""
@@ -107,23 +95,6 @@ class Notes:
         merge, shape, dtype = self.kinds[place]
         least = 0 if merge == "sum" else -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
         return torch.full(shape, least, dtype=dtype, device=self.device)
-
-    def _share_largest(self, everyone: Axis) -> None:
-        """Take the maxima over ranks, of floats as integers in their order: exact, and NaN is the largest."""
-        places = self._maxima()
-        if not places:
-            return
-        entries = [self._entry(place).reshape(-1) for place in places]
-        floats = [x.double() for x in entries if x.is_floating_point()]
-        ints = [x.long() for x in entries if not x.is_floating_point()]
-        vector = torch.cat([*([_ordered(torch.cat(floats))] if floats else []), *ints])
-        everyone.start_all_reduce(vector, "max", what="notes").wait()
-        size = sum(map(Tensor.numel, floats))
-        found = [*_unordered(vector[:size]).split_with_sizes(list(map(len, floats)))]
-        found += vector[size:].split_with_sizes(list(map(len, ints)))
-        for place, x in zip(places, found, strict=True):
-            _, shape, dtype = self.kinds[place]
-            self.merged[place] = x.view(shape).to(dtype, copy=True)
 
     def _check(self, slot: str, name: str, value: Any) -> None:
         """Raise `ComposeError` for a note outside of its call, of no entry, or of another kind than its entry."""
@@ -170,7 +141,7 @@ def may_note(one: Any) -> bool:
 
 def followed(notes: Notes, slots: Mapping[str, Any], call: Call, skip: Tensor | None) -> dict[str, Any]:
     """Return those of the slots that follow what was noted; where `skip`, () bool, is true, as a commit left them."""
-    notes.close(call.dimensions.everyone)
+    notes.close(call.dimensions.everyone, call.calls)
     call = call.silent()
     new_slots: dict[str, Any] = {}
     for memory in notes.memories:
@@ -184,19 +155,3 @@ def followed(notes: Notes, slots: Mapping[str, Any], call: Call, skip: Tensor | 
             raise contracts.overwritten(memory)
         new_slots[memory.slot] = new if skip is None else tree.map(lambda x, y: torch.where(skip, x, y), old, new)
     return new_slots
-
-
-def _ordered(x: Tensor) -> Tensor:
-    """Return float64 numbers as int64 ones in the same order, NaN the largest."""
-    bits = torch.where(x.isnan(), torch.nan, x).view(torch.int64)
-    return torch.where(bits < 0, bits ^ _MAGNITUDE, bits)
-
-
-def _unordered(keys: Tensor) -> Tensor:
-    """Return the float64 numbers of which these are the keys.
-
-    >>> x = torch.tensor([-torch.inf, -2.5, -0.0, 0.0, 1.0, torch.inf], dtype=torch.float64)
-    >>> bool(_ordered(x).diff().gt(0).all()), _unordered(_ordered(x)).tolist()
-    (True, [-inf, -2.5, -0.0, 0.0, 1.0, inf])
-    """
-    return torch.where(keys < 0, keys ^ _MAGNITUDE, keys).view(torch.float64)

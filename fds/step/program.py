@@ -19,6 +19,7 @@ from fds.collectives import Axis
 from fds.errors import DiskError, DiskFullError
 from fds.optim.base import Values
 from fds.state import State
+from fds.step.agreement import Agreement
 from fds.step.all_stations import Stations
 from fds.step.call import Call, seeded
 from fds.step.checks import contracts, state_check as check
@@ -44,7 +45,7 @@ from fds.step.seeds import guesses
 from fds.step.sharding.kept import SLOT
 from fds.step.stations import Program, unless, with_chosen_kernels
 from fds.step.sums import check_used
-from fds.step.totals import Totals, agree
+from fds.step.totals import Totals, averaged
 from fds.step.update import NewLeaves, Rule, leaves_apart, new_leaves
 
 M = TypeVar("M", bound=nn.Module)
@@ -151,10 +152,10 @@ class Step(Stations):
 
         # from the gradient to a decision, the same on every rank
         device, decides = state.step.device, self.commit is not None or guesses(found.totals)
-        totals, norm, buffers = self._agree(found, state.calls, notes, decides=decides)
+        totals, norm, buffers = self._agree(found, call.calls, notes, decides=decides)
         decision = Decision.of(totals, norm, scale, found.predivide, device, decides=decides)
         if dimensions.local is not None:
-            decision, buffers = self._share(decision, totals, buffers, dimensions.local, state.calls, notes)
+            decision, buffers = self._share(decision, totals, buffers, dimensions.local, call.calls, notes)
         grads = found.for_maps(decision, structure.segments, dimensions)
         failed, landing = None, found.landing
         versions = [] if ahead is None else list(map(tree.version_of, found.leaves))
@@ -373,28 +374,17 @@ class Step(Stations):
         return Speculation(apart, grant, visits, self.everyone)
 
     def _agree(
-        self, found: LocalGradients, calls: Tensor, notes: Notes | None, *, decides: bool
+        self, found: LocalGradients, calls: int, notes: Notes | None, *, decides: bool
     ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks.
 
         All are those that make one update together.
         """
-        norm = found.norm() if decides or any(m.norm for m in self.measure) else None
-        group = self.dimensions.group
-        if group is None:
-            return found.totals, norm, found.buffers
-        some, repeats = any(found.used) or not found.used, self.dimensions.repeats
-        return agree(
-            found.totals,
-            norm,
-            found.buffers,
-            group,
-            self.dimensions.data,
-            calls=int(calls),
-            used=some,
-            repeats=repeats,
-            also=None if notes is None or notes.late else notes,
-        )
+        norm, dimensions = found.norm() if decides or any(m.norm for m in self.measure) else None, self.dimensions
+        some = any(found.used) or not found.used
+        agreement = Agreement(dimensions.group, calls)
+        totals = found.totals.put(agreement, used=some, repeats=dimensions.repeats)
+        return _counted(agreement, totals, norm, averaged(found.buffers, agreement, dimensions.data), notes)
 
     def _share(
         self,
@@ -402,17 +392,27 @@ class Step(Stations):
         totals: Totals,
         buffers: dict[str, Tensor],
         local: Axis,
-        calls: Tensor,
+        calls: int,
         notes: Notes | None,
     ) -> tuple[Decision, dict[str, Tensor]]:
         """Return what ranks that make updates of their own decide together, and their common buffers."""
-        totals, norm, buffers = agree(
-            attrs.evolve(totals, divisor=None),
-            decision.norm,
-            buffers,
-            local,
-            local,
-            calls=int(calls),
-            also=None if notes is None or notes.late else notes,
-        )
+        agreement = Agreement(local, calls)
+        counted = attrs.evolve(totals, divisor=None).put(agreement)
+        totals, norm, buffers = _counted(agreement, counted, decision.norm, averaged(buffers, agreement, local), notes)
         return decision.shared(totals, norm, local.size), buffers
+
+
+def _counted(
+    agreement: Agreement,
+    totals: Callable[[], Totals],
+    norm: Tensor | None,
+    buffers: Callable[[], dict[str, Tensor]],
+    notes: Notes | None,
+) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
+    """Return totals, norm and buffers of all ranks; put in and take notes beside them."""
+    joint = None if norm is None else agreement.norm(norm)
+    take = None if notes is None or notes.late else notes.put(agreement)
+    agreement.count()
+    if take is not None:
+        take()
+    return totals(), None if joint is None else joint.value, buffers()

@@ -6,7 +6,8 @@ from torch import nn
 
 import fds
 from fds.errors import LossError
-from fds.step.totals import Totals, agree
+from fds.step.agreement import Agreement
+from fds.step.totals import Totals
 
 
 class Pair(nn.Module):
@@ -110,11 +111,13 @@ def test_losses_may_differ_by_rounding(other, dtype, refused):
     def job():
         axis = fds.mesh(tp=2)["tp"]
         totals = Totals(torch.tensor(1.0 if axis.index == 0 else other, dtype=dtype), 1, count=1)
-        call = lambda: agree(totals, None, {}, axis, None, calls=0, repeats=(axis.index, 2))
+        agreement = Agreement(axis, 0)
+        counted = totals.put(agreement, repeats=(axis.index, 2))
+        agreement.count()
         if refused:
             with pytest.raises(LossError, match=SAID):
-                call()
+                counted()
         else:
-            assert float(call()[0].loss) == 1.0
+            assert float(counted().loss) == 1.0
 
     fds.simulate(job, 2)

@@ -224,7 +224,7 @@ def test_the_caller_is_the_line_that_asks():
     forward = rows[""].callers[0]
     assert forward.startswith("tests.timing.test_messages:") and forward.endswith(" loss")
     assert rows[""].predicted_count is None  # it is the loss's own
-    assert any(caller.startswith("fds.step.totals:") for caller in rows["scalars"].callers)
+    assert any(caller.startswith("fds.step.agreement:") for caller in rows["scalars"].callers)
     assert "asked for by" in str(table)
 
 
