@@ -162,7 +162,7 @@ def watch(step: Step) -> Watch:
             got=type(step).__name__,
             want="what fds.compose(...)(loss) returned",
         )
-    if step.place.donate and step.commit is None:
+    if step.place.donate and not step.skips:
         raise FdsError(
             "a step that donates leaves no state to run it again with",
             where="watch",
@@ -170,5 +170,5 @@ def watch(step: Step) -> Watch:
             want="a step without fds.donate(), or one that skips",
             hint="compose(fds.skip_nonfinite(), ...) leaves the state as it was where a gradient is not finite",
         )
-    measured = step.commit is not None or any(one.norm for one in step.measure)
+    measured = step.skips or any(one.norm for one in step.measure)
     return Watch(step if measured else attrs.evolve(step, measure=(*step.measure, Measure(norm=True))))

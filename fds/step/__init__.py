@@ -28,7 +28,7 @@ from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import Leg, Pending, Relay, Transport
 from fds.step.split_batch import SplitBatch
-from fds.step.stations import After, Commit, Place, Program, Run, Scale
+from fds.step.stations import After, Place, Program, Run, Scale
 from fds.step.structure import AllBut, Structure
 from fds.step.sums import Sum
 from fds.step.topology import Dimension, Dimensions
@@ -39,7 +39,6 @@ __all__ = [
     "After",
     "AllBut",
     "Call",
-    "Commit",
     "Comparison",
     "Composition",
     "Cut",

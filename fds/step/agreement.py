@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,14 +34,16 @@ class Agreement:
     """What ranks along an axis agree on, at the same call of a step; of one rank alone everything is what it is."""
 
     axis: Axis | None
-    calls: int
+    calls: Tensor | int  # made of the step, () int64 on the CPU
     entries: list[Entry] = tree.new(list)
     maxima: list[Entry] = tree.new(list)  # too many for a place a rank
     beside: list[tuple[Agreement, str]] = tree.new(list)  # of some of these ranks, about what only they have; and what
 
     def sum(self, x: Tensor, *, divided_by: int = 1) -> Entry:
         """Put in a tensor that is added up: exactly, if it is of integers, which nothing divides."""
-        return self._put(x, _exactly(x), lambda sums: _rebuilt(x, sums, divided_by))
+        parts = [x] if x.is_floating_point() else _exactly(x)
+        self.entries.append(entry := Entry(x, parts, functools.partial(_rebuilt, x, divided_by)))
+        return entry
 
     def norm(self, x: Tensor) -> Entry:
         """Put in the norm () of what this rank alone has: the joint norm of all."""
@@ -61,7 +64,7 @@ class Agreement:
 
         def of_all(sums: Iterator[Tensor]) -> Tensor:
             most = _whole(next(sums), next(sums))
-            return of_largest(most.view(-1, x.numel()).amax(0))
+            return of_largest(most.view(axis.size, x.numel()).amax(0))
 
         if x.numel() * axis.size > _FEW:
             self.maxima.append(entry := Entry(x, [keys.reshape(-1)], lambda keys: of_largest(next(keys))))
@@ -82,7 +85,7 @@ class Agreement:
         """
         if self.entries and self.axis is not None:
             sums = self._reduced(self.axis, self.entries, "sum", what)
-            self._check_calls(next(sums), next(sums))
+            self._check_calls(*next(sums).unbind())
             for entry in self.entries:
                 entry.value = entry.made_of(sums)
         if self.maxima and self.axis is not None:
@@ -106,9 +109,10 @@ class Agreement:
         """Yield the sums, or maxima, of all parts over the ranks, flat; of sums first those of the calls."""
         parts = [x.reshape(-1) for entry in entries for x in entry.parts]
         if op == "sum":
-            calls = self.calls % _CALLS
-            moments = [torch.full((1,), n, dtype=torch.float64, device=parts[0].device) for n in (calls, calls**2)]
-            parts = [*moments, *(x.double() for x in parts)]
+            calls = int(self.calls) % _CALLS
+            moments = torch.full((2,), calls, dtype=torch.float64, device=parts[0].device)
+            moments[1] *= calls
+            parts = [moments, *map(Tensor.double, parts)]
         vector = torch.cat(parts)
         axis.start_all_reduce(vector, op, what=what).wait()
         return iter(vector.split_with_sizes(list(map(Tensor.numel, parts))))
@@ -125,7 +129,7 @@ class Agreement:
             raise RankError(
                 "ranks are at different calls of the step",
                 where=f"axis {self.axis.name!r}",
-                got=f"call {self.calls} on this rank",
+                got=f"call {int(self.calls)} on this rank",
                 want=f"{float(total) / self.axis.size:g} on average",
                 hint="a rank that caught an error of a step is behind: end all of them",
             )
@@ -165,7 +169,7 @@ def _exactly(x: Tensor) -> list[Tensor]:
     return [x] if x.is_floating_point() else [x.long() >> 32, x.long() & 0xFFFFFFFF]
 
 
-def _rebuilt(x: Tensor, sums: Iterator[Tensor], size: int = 1) -> Tensor:
+def _rebuilt(x: Tensor, size: int, sums: Iterator[Tensor]) -> Tensor:
     """Return the sum of the parts of `x`, in its shape and dtype; divided by `size` unless it is an integer."""
     if x.is_complex():
         whole = torch.complex(next(sums), next(sums)) / size

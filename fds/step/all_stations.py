@@ -20,11 +20,11 @@ from fds.state import State
 from fds.step.batch import Split
 from fds.step.call import Call
 from fds.step.checks import state_check as check
+from fds.step.drafts import Drafts
 from fds.step.execution import Executor, InTurn, LocalGradients, Microbatch, Pass, PassResult, training
 from fds.step.gradients import Gradients, Measure
 from fds.step.holding import FromHeld, Hold
 from fds.step.memory import Memory
-from fds.step.notes import Notes
 from fds.step.parameters import open_parameters
 from fds.step.residency.chunks import Piece, agreed_chunks, may_leave
 from fds.step.residency.contract import Residency, Resident
@@ -41,12 +41,17 @@ from fds.step.sharding.order import LearnedOrder, Order
 from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard, shard_of
 from fds.step.split_batch import SplitBatch, cut, split_batch
-from fds.step.stations import After, AtOnce, Commit, Composing, Kernels, Place, Run, Scale, follow_in_pieces
+from fds.step.stations import After, AtOnce, Composing, Kernels, Place, Run, Scale, follow_in_pieces
 from fds.step.structure import AllBut, Structure
 from fds.step.sums import InPlace, Sum
 from fds.step.synchronizing import REMEMBERING, Synchronize
 from fds.step.topology import Dimension, Dimensions
 from fds.step.views import Views
+
+
+def _derived(of: Callable[[Any], Any]) -> Any:
+    """Return a field that follows from others of a step."""
+    return attrs.field(default=attrs.Factory(of, takes_self=True), init=False, repr=False)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -74,7 +79,6 @@ class Stations:
     measure: tuple[Measure, ...] = ()  # what is measured of the reduced gradients: their norm
     condition: tuple[Callable[[Gradients, Call], Gradients], ...] = ()  # maps of the reduced gradients
     optimizer: Optimizer | None = None  # gradients -> new parameters
-    commit: Commit | None = None  # whether the update is accepted
     synchronize: Synchronize | None = None  # how ranks with parameters of their own agree on them
     after: tuple[After, ...] = ()  # what follows an accepted update
     place: Place = Place()  # where the new state is written
@@ -83,14 +87,11 @@ class Stations:
     composition: tuple[Any, ...] = ()  # the transforms, as they were written
     composing: Composing = attrs.field(default=Composing(), repr=False)
     dimensions: Dimensions = attrs.field(default=Dimensions(), repr=False)  # what follows from `topology`
-    shard: Shard | None = attrs.field(  # how data ranks share the work, where they do: it is in `topology`
-        default=attrs.Factory(lambda self: shard_of(self.dimensions), takes_self=True), init=False, repr=False
-    )
-    following: tuple[Memory, ...] = attrs.field(  # those whose slot changes by what is noted, or in every step
-        default=attrs.Factory(lambda self: tuple(one for one in self.memory.values() if one.follows), takes_self=True),
-        init=False,
-        repr=False,
-    )
+    shard: Shard | None = _derived(lambda step: shard_of(step.dimensions))  # how data ranks share the work, if they do
+    # those whose slot changes by a rule; whether anything may be noted; whether what is not finite is skipped
+    following: tuple[Memory, ...] = _derived(lambda step: tuple(one for one in step.memory.values() if one.follows))
+    noting: bool = _derived(lambda step: any(one.merge for one in step.memory.values()))
+    skips: bool = _derived(lambda step: any(one.skips for one in step.measure))
     # the optimizer, with what `synchronize` keeps beside its state
     remembering: Optimizer | None = attrs.field(default=REMEMBERING, init=False, repr=False)
     runtime: Runtime = attrs.field(factory=Runtime, init=False, repr=False)
@@ -113,12 +114,13 @@ class Stations:
     def __repr__(self) -> str:
         return f"compose({', '.join(map(str, self.composition))})({losses.name(self.loss)})"
 
-    def notes(self, state: State) -> Notes:
-        """Return where fillers note in a training step with this state."""
-        return Notes.of(self.following, state, self.condition)
+    def drafts(self, state: State) -> Drafts:
+        """Return the slots in the making of a training step with this state."""
+        return Drafts.of(self.following, state, self.condition)
 
-    def call(self, state: State, notes: Notes | None = None, *, training: bool = True) -> Call:
-        """Return what fillers may know of a call with this state."""
+    def call(self, state: State, drafts: Drafts | None = None, *, training: bool = True) -> Call:
+        """Return what fillers may know of a call with this state, and where they note."""
+        notes = drafts if self.noting else None
         return Call.with_state(state, self.dimensions, notes, training=training)
 
     def gradients(
@@ -239,7 +241,7 @@ class Stations:
         shard, views = self.shard, None
         if functions := (FromHeld(self.hold, self.gather), *self.view) if self.hold else self.view:
             apart = shard is not None and shard.reduces_each_microbatch
-            again = self.dimensions.repeated(structure.names) if self.following else None
+            again = self.dimensions.repeated(structure.names) if self.noting else None
             views = Views(functions, structure.leaves, self.runtime.viewed, apart, again)
         return Microbatch(views, self.context, losses.name(loss), shard is None, self.runtime.asked)
 
@@ -250,7 +252,7 @@ class Stations:
         """
         failed, split = None, Split(1) if whole else self.split
         if self.execute.reads(batch):
-            if self.following:  # ranks along a pipeline or a tensor axis pass the same batch
+            if self.noting:  # ranks along a pipeline or a tensor axis pass the same batch
                 call = call.counted(self.execute.runs_first and self.dimensions.tells)
             try:
                 return split_batch(batch, self.batch, split, call)
@@ -344,7 +346,7 @@ class Stations:
     def settings(self, call: Call, buffers: dict[str, Tensor], n: int) -> list[losses.Setting]:
         """Return the setting of each microbatch: all seeds of a call, computed before its first kernel."""
         evaluating, base = not call.training, call.words
-        call = call.counted(self.dimensions.tells) if self.following else call
+        call = call.counted(self.dimensions.tells) if self.noting else call
         draws = self.execute.draws(self.eval_loss if evaluating else self.loss)
         held = losses.carried_buffers(self.loss, self.eval_loss, buffers) if evaluating else None
         seen, busy = (list[Any](), None) if evaluating else (None, list[Any]())

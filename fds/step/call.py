@@ -20,7 +20,7 @@ from fds.step.topology import Dimensions
 class Notes(Protocol):
     """Where the notes of a call go."""
 
-    def add(self, slot: str, name: str, value: Any, merges: Sequence[str]) -> None:
+    def note(self, slot: str, name: str, value: Any, merges: Sequence[str]) -> None:
         """Note a value for an entry of a slot; where that is not merged in one of these ways, only check it."""
         ...
 
@@ -50,6 +50,7 @@ class Call:
     _notes: Notes | None = attrs.field(default=None, repr=False)  # None where nothing may be noted
     _kept: tuple[str, ...] = attrs.field(default=("max", "sum"), repr=False)  # how notes that are kept are merged
     _keyless: Any = attrs.field(default=None, repr=False)  # the filler that says that it draws nothing
+    _overflow: Tensor | None = attrs.field(default=None, repr=False)  # None until it is decided
 
     @classmethod
     def with_state(cls, state: State, dimensions: Dimensions, notes: Notes | None = None, *, training: bool) -> Call:
@@ -99,6 +100,16 @@ class Call:
             raise contracts.keyless(self._keyless)
         return random.folded(self.base, *self.data)
 
+    @property
+    def overflow(self) -> Tensor:
+        """Whether a gradient of this call is not finite, () bool: for the rule of a `Memory(on_skip="run")`.
+
+        Raises `ComposeError` elsewhere, and where no step is skipped for it.
+        """
+        if self._overflow is None:
+            raise contracts.undecided()
+        return self._overflow
+
     def note(self, slot: str, name: str, value: Tensor) -> None:
         """Note a tensor for the entry `name` of a slot, like the entry, which the slot's `Memory` merges and accepts.
 
@@ -112,7 +123,7 @@ class Call:
             return
         if self._notes is None:
             raise contracts.unnoted(f"call.note({slot!r}, {name!r}, ...)")
-        self._notes.add(slot, name, value, self._kept)
+        self._notes.note(slot, name, value, self._kept)
 
     def keeping(self, *merges: str) -> Call:
         """Return the same call, of which only notes that are merged in these ways are kept, the others checked."""
@@ -121,6 +132,10 @@ class Call:
     def counted(self, counts: bool) -> Call:
         """Return the same call, whose notes are added to sums or not, since another rank or stage adds the same."""
         return self.keeping("max", "sum") if counts else self.keeping("max")
+
+    def deciding(self, overflow: Tensor | None) -> Call:
+        """Return the same call, once it is known whether a gradient is not finite."""
+        return attrs.evolve(self, overflow=overflow)
 
     def silent(self) -> Call:
         """Return the same call where nothing may be noted."""

@@ -231,7 +231,7 @@ def _tried(step: Stations, structure: Structure, state: State, batch: Any) -> tu
     """Return the parameters that the loss does not use on a batch, and place -> bytes that layers keep there."""
     same_composition(step)
     step, tallies = _counting(step)
-    call = step.call(state, step.notes(state))
+    call = step.call(state, step.drafts(state))
     found = step.gradients(state, structure, tree.leaves(state.params), batch, None, call, step.place.residency)
     unused = tuple(name for name, some in zip(structure.trained_names, found.used, strict=True) if not some)
     places: dict[str, int] = {}

@@ -272,7 +272,7 @@ def _run(
 
 def _shared(step: Stations, state: State, totals: Totals) -> Totals:
     """Return the totals of all ranks."""
-    agreement = Agreement(step.everyone, int(state.calls))
+    agreement = Agreement(step.everyone, state.calls)
     counted = totals.put(agreement, repeats=step.dimensions.repeats)
     agreement.count()
     return counted()

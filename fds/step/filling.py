@@ -12,6 +12,7 @@ from fds import tree
 from fds.errors import ComposeError, did_you_mean, nearest
 from fds.optim import Optimizer
 from fds.step.checks import forms
+from fds.step.gradients import Measure
 from fds.step.memory import Memory
 from fds.step.one_rank import FirstCallCompared
 from fds.step.own_sums import memories
@@ -51,6 +52,12 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
                     first = owners["topology.shard"]
                     raise conflict(step, "the sharding of the state", first, hint, drop=first, instead=instead)
                 owners["topology.shard"] = by
+            if isinstance(value, Measure) and value.skips:
+                if "measure.skips" in owners:
+                    first = owners["measure.skips"]
+                    drop = by if instead is None else first
+                    raise conflict(step, "what skips a step", first, hint, drop=drop, instead=instead)
+                owners["measure.skips"] = by
             changes[name] = (*held, value)
         else:
             fields = _fields(held) if some is None else some

@@ -64,6 +64,7 @@ class Measure:
     """The station `measure`: what is computed on the gradients of every step."""
 
     norm: bool = False  # the global norm, and with it the flag that every element is finite
+    skips: bool = False  # whether a step of which one is not is skipped
 
 
 def written_over(leaves: Sequence[Tensor], landing: Landing | None) -> Iterator[Tensor]:

@@ -53,6 +53,8 @@ class Memory:
         accept: `(slot, noted, call) -> slot`, what the slot becomes after a step that is not skipped; a skipped one
             leaves its bits. `noted` is a tree like the slot, with the lowest number, or 0 in a sum, where nothing was
             noted; None without `merge`. By default the larger of the two, or their sum.
+        on_skip: `"keep"`; or `"run"`, where `accept` is called for skipped steps too, which `call.overflow` tells
+            apart, but for those of a batch that weighs nothing.
 
     Raises `ComposeError` for anything else.
     """
@@ -62,6 +64,7 @@ class Memory:
     lies: Lies
     merge: Merge | None = None
     accept: Callable[[Any, Any, Call], Any] | None = None
+    on_skip: Literal["keep", "run"] = "keep"
 
     def __attrs_post_init__(self) -> None:
         def refuse(what: str, got: object, want: str) -> ComposeError:
@@ -79,6 +82,8 @@ class Memory:
             raise refuse("a way to merge what is noted in any order", self.merge, f"merge={_among(MERGES)} or None")
         if self.accept is not None and not forms.takes(3)(self.accept):
             raise refuse("a rule of one form", self.accept, "accept: a function (slot, noted, call) -> slot")
+        if self.on_skip not in ("keep", "run") or (self.on_skip == "run" and self.accept is None):
+            raise refuse("to say what becomes of it on a skip", self.on_skip, "on_skip='keep', or 'run' with accept=")
         if self.lies in ("parameters", "partial") and self.follows:
             raise refuse(
                 "entries that every rank has, where it follows what is noted",
@@ -96,7 +101,7 @@ class Memory:
 
     @property
     def follows(self) -> bool:
-        """Whether it changes by `accept`; if not, fillers of `commit` and `after` write it, or nobody."""
+        """Whether it changes by `accept`; if not, a filler of `after` writes it, or nobody."""
         return self.merge is not None or self.accept is not None
 
     def first(

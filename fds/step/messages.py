@@ -125,7 +125,7 @@ def _of_shared(step: Stations, structure: Structure) -> Iterator[Expected]:
 
 def _of_agreement(step: Stations, structure: Structure, state: State, everyone: Axis) -> Iterator[Expected]:
     """Yield what ranks agree by: the loss, metrics, norms, buffers and notes, as numbers in float64."""
-    dimensions, asked, notes = step.dimensions, step.runtime.asked, step.notes(state)
+    dimensions, asked, drafts = step.dimensions, step.runtime.asked, step.drafts(state)
     trained = [structure.leaves[name] for name in structure.trained_names]
     kinds = [step.gather.dtype_of(leaf.name, leaf.dtype) for leaf in trained]
     others = [step.reduce.dtype, *(getattr(context, "dtype", None) for context in step.context)]
@@ -149,7 +149,7 @@ def _of_agreement(step: Stations, structure: Structure, state: State, everyone: 
 
     if dimensions.shares_rows:
         yield Expected.of(everyone, "all_gather", 4, torch.int64, what="batch")
-    normed = step.commit is not None or weights or any(m.norm for m in step.measure)
+    normed = step.skips or weights or any(m.norm for m in step.measure)
     zero = torch.zeros((), device=state.step.device)
     metrics = {name: zero if name.endswith(": mean") else zero.long() for name in asked.get("step", ())}
     totals = Totals(zero, zero.double(), metrics, divisor=1 if divides else None)
@@ -160,14 +160,14 @@ def _of_agreement(step: Stations, structure: Structure, state: State, everyone: 
         averaged(state.buffers, agreement, data)
         if normed:
             agreement.norm(zero)
-        if not notes.late:
-            notes.put(agreement)
+        if not drafts.late:
+            drafts.put(agreement)
         return agreement.messages()
 
     yield from counted(dimensions.group, totals, dimensions.data, dimensions.repeats)
     if (local := dimensions.local) is not None:  # which adds up what groups have added up
         yield from counted(local, attrs.evolve(totals, divisor=None), local, (0, 1))
-    if notes.late:
+    if drafts.late:
         last = Agreement(everyone, 0)
-        notes.put(last)
+        drafts.put(last)
         yield from last.messages("notes")

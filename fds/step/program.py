@@ -27,12 +27,12 @@ from fds.step.checks.agreement import same_batch, same_composition
 from fds.step.conditions import conditioned
 from fds.step.decision import Decision
 from fds.step.describe import Description, describe, explain
+from fds.step.drafts import Drafts, may_note
 from fds.step.evaluation import evaluator
 from fds.step.execution import LocalGradients
 from fds.step.gradients import Gradients
 from fds.step.initial import at_first, initial, traced, with_parameters
 from fds.step.into import into, whole_parameters
-from fds.step.notes import Notes, followed, may_note
 from fds.step.one_rank import compare_with_one_rank
 from fds.step.own_sums import OwnSums
 from fds.step.ranges import profiled
@@ -42,8 +42,7 @@ from fds.step.residency.deferred import Deferred, hear, heard
 from fds.step.residency.speculation import Granted, Speculation
 from fds.step.residency.visit import Visit
 from fds.step.seeds import guesses
-from fds.step.sharding.kept import SLOT
-from fds.step.stations import Program, unless, with_chosen_kernels
+from fds.step.stations import Program, with_chosen_kernels
 from fds.step.sums import check_used
 from fds.step.totals import Totals, averaged
 from fds.step.update import NewLeaves, Rule, leaves_apart, new_leaves
@@ -124,8 +123,8 @@ class Step(Stations):
         """
         structure, parts = held.structure, held.parts
         assert self.optimizer is not None
-        notes = self.notes(state) if self.following else None
-        call = self.call(state, notes)
+        drafts = self.drafts(state)
+        call = self.call(state, drafts)
 
         # from the batch to one summed gradient
         scale = None
@@ -151,16 +150,16 @@ class Step(Stations):
             check_used(found.used, losses.name(self.loss), viewed=bool(self.view))
 
         # from the gradient to a decision, the same on every rank
-        device, decides = state.step.device, self.commit is not None or guesses(found.totals)
-        totals, norm, buffers = self._agree(found, call.calls, notes, decides=decides)
+        device, decides = state.step.device, self.skips or guesses(found.totals)
+        totals, norm, buffers = self._agree(found, state.calls, drafts, decides=decides)
         decision = Decision.of(totals, norm, scale, found.predivide, device, decides=decides)
         if dimensions.local is not None:
-            decision, buffers = self._share(decision, totals, buffers, dimensions.local, call.calls, notes)
+            decision, buffers = self._share(decision, totals, buffers, dimensions.local, state.calls, drafts)
         grads = found.for_maps(decision, structure.segments, dimensions)
         failed, landing = None, found.landing
         versions = [] if ahead is None else list(map(tree.version_of, found.leaves))
         try:
-            grads, skip = self._conditioned(grads, call, notes) if self.condition else grads, decision.skip
+            grads, skip = self._conditioned(grads, call) if self.condition else grads, decision.skip
             if ahead is not None:
                 written = versions != list(map(tree.version_of, found.leaves))
                 changed = written or any(x is not y for x, y in zip(grads.leaves, found.leaves, strict=True))
@@ -193,20 +192,10 @@ class Step(Stations):
             self.runtime.pool.ballast.extend(grads.leaves)
 
         # keep or skip, and what follows
-        slots = {**state.slots, **new.after}
-        if self.commit is not None:
-            assert decision.overflow is not None
-            with seeded(call, [self.commit], "commit"):
-                accepted = contracts.kept(self.commit(dict(slots), decision.overflow), slots, self.commit)
-            slots = unless(decision.empty, slots, accepted)  # an empty batch says nothing of the scale
-        if skip is not None:
+        drafts.written += filter(None, (found.kept, own_sums))
+        slots = drafts.settle(decision, state, call) | new.after
+        if skip is not None and buffers:
             buffers = {k: torch.where(skip, state.buffers[k], b) for k, b in buffers.items()}
-        if notes is not None:
-            slots |= followed(notes, slots, call, skip)
-        if found.kept is not None:
-            slots[SLOT] = found.kept.after(skip)
-        if own_sums is not None:
-            slots |= own_sums.after(skip)
         if self.synchronize is not None:
             new.synchronize(self.synchronize, skip=skip, call=call)
         params = structure.put(parts, new.trained)
@@ -326,12 +315,12 @@ class Step(Stations):
                 return new_leaves(self.place, lives, self.runtime.pool, state, held, self.after, apart)
         return new_leaves(self.place, lives, self.runtime.pool, state, held, self.after, apart)
 
-    def _conditioned(self, grads: Gradients, call: Call, notes: Notes | None) -> Gradients:
+    def _conditioned(self, grads: Gradients, call: Call) -> Gradients:
         """Return what all gradient maps make of gradients."""
         known = grads
         for i, one in enumerate(self.condition):
             own = call.given_to(one, "condition", i, *self.dimensions.coordinates)
-            own = own if notes is None or may_note(one) else own.silent()
+            own = own if may_note(one) else own.silent()
             with seeded(own, [one]):
                 grads = conditioned(one, grads, known, own, self.dimensions.share)
         return grads
@@ -353,9 +342,9 @@ class Step(Stations):
 
         def grant(totals: Totals, own: Totals, predivide: float, wide: bool) -> Granted:
             norm = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
-            decides = self.commit is not None or guesses(own)
+            decides = self.skips or guesses(own)
             decision = Decision.of(totals, norm, scale, predivide, device, decides=decides)
-            grads = self._conditioned(Gradients([], decision.scale, decision.norm), call.keeping(), None)
+            grads = self._conditioned(Gradients([], decision.scale, decision.norm), call.keeping())
             return Granted(grads.scale, decision.skip, wide)
 
         def visits(granted: Granted) -> Visit:
@@ -374,31 +363,27 @@ class Step(Stations):
         return Speculation(apart, grant, visits, self.everyone)
 
     def _agree(
-        self, found: LocalGradients, calls: int, notes: Notes | None, *, decides: bool
+        self, found: LocalGradients, calls: Tensor, drafts: Drafts, *, decides: bool
     ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks.
 
         All are those that make one update together.
         """
         norm, dimensions = found.norm() if decides or any(m.norm for m in self.measure) else None, self.dimensions
+        if dimensions.group is None:
+            return found.totals, norm, found.buffers
         some = any(found.used) or not found.used
         agreement = Agreement(dimensions.group, calls)
         totals = found.totals.put(agreement, used=some, repeats=dimensions.repeats)
-        return _counted(agreement, totals, norm, averaged(found.buffers, agreement, dimensions.data), notes)
+        return _counted(agreement, totals, norm, averaged(found.buffers, agreement, dimensions.data), drafts)
 
     def _share(
-        self,
-        decision: Decision,
-        totals: Totals,
-        buffers: dict[str, Tensor],
-        local: Axis,
-        calls: int,
-        notes: Notes | None,
+        self, decision: Decision, totals: Totals, buffers: dict[str, Tensor], local: Axis, calls: Tensor, drafts: Drafts
     ) -> tuple[Decision, dict[str, Tensor]]:
         """Return what ranks that make updates of their own decide together, and their common buffers."""
         agreement = Agreement(local, calls)
         counted = attrs.evolve(totals, divisor=None).put(agreement)
-        totals, norm, buffers = _counted(agreement, counted, decision.norm, averaged(buffers, agreement, local), notes)
+        totals, norm, buffers = _counted(agreement, counted, decision.norm, averaged(buffers, agreement, local), drafts)
         return decision.shared(totals, norm, local.size), buffers
 
 
@@ -407,11 +392,11 @@ def _counted(
     totals: Callable[[], Totals],
     norm: Tensor | None,
     buffers: Callable[[], dict[str, Tensor]],
-    notes: Notes | None,
+    drafts: Drafts,
 ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
     """Return totals, norm and buffers of all ranks; put in and take notes beside them."""
     joint = None if norm is None else agreement.norm(norm)
-    take = None if notes is None or notes.late else notes.put(agreement)
+    take = drafts.put(agreement) if drafts.kinds and not drafts.late else None
     agreement.count()
     if take is not None:
         take()

@@ -91,14 +91,6 @@ class Scale(Protocol):
         ...
 
 
-class Commit(Protocol):
-    """The station `commit`: a step with a non-finite gradient is skipped; what the slots learn of it."""
-
-    def __call__(self, slots: dict[str, Any], skip: Tensor) -> dict[str, Any]:
-        """Return the slots after a step that was skipped where `skip`, () bool, is true."""
-        ...
-
-
 class Leaves(Protocol):
     """Memory of the next state: the old state's where that is given up, else of its own."""
 
@@ -188,14 +180,6 @@ class Composing:
 
     position: int = 0  # of the transform whose turn it is
     owners: Mapping[str, int] = tree.new(dict)  # station, or field of one, -> position of who filled it
-
-
-def unless(empty: Tensor | None, slots: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Return what a commit made of the slots, but as they were where `empty`, () bool, is true."""
-    if empty is None:
-        return after
-    choose: Callable[[Tensor, Tensor], Tensor] = lambda old, new: torch.where(empty, old, new)
-    return {name: new if new is slots[name] else tree.map(choose, slots[name], new) for name, new in after.items()}
 
 
 class After(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import attrs
@@ -15,6 +16,7 @@ from fds.loss import Outcome
 from fds.step.agreement import Agreement
 from fds.step.sums import detached
 
+_VALUE = operator.attrgetter("value")
 _ROUNDING = 2.0**-12  # in which losses of ranks may differ: as much as 2**11 roundings of float32
 
 
@@ -93,8 +95,11 @@ class Totals:
         def number(x: Tensor | float) -> Tensor:
             return x.to(device) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=device)
 
-        uses, loss, weight = map(agreement.sum, (number(float(used)), totals.loss, number(totals.weight)))
-        metrics = {name: agreement.sum(x) for name, x in sorted(totals.metrics.items())}
+        uses, loss, weight = map(
+            agreement.sum, (totals.loss.new_full((), used, dtype=torch.float64), totals.loss, number(totals.weight))
+        )
+        names = sorted(totals.metrics)
+        metrics = list(map(agreement.sum, map(totals.metrics.__getitem__, names)))
         divisor = same = None
         if totals.divisor is not None:
             is_known = isinstance(totals.divisor, Tensor) or totals.divisor > 0
@@ -109,7 +114,7 @@ class Totals:
                 totals,
                 loss=loss.value if same is None else _same_loss(same.value, loss.value, repeats[1], axis),
                 weight=weight.value,
-                metrics={name: entry.value for name, entry in metrics.items()},
+                metrics=dict(zip(names, map(_VALUE, metrics), strict=True)),
                 divisor=None if divisor is None else divisor.value[0] / divisor.value[1],
             )
 
@@ -135,7 +140,7 @@ def averaged(buffers: dict[str, Tensor], agreement: Agreement, data: Axis | None
     Floating ones are averaged, of others the first rank's values are taken. Another message where not all have them.
     """
     if data is None or not buffers:
-        return lambda: buffers
+        return buffers.copy
     holders, first = agreement.among(data, "buffers"), data.index == 0
     entries = {
         name: holders.sum(

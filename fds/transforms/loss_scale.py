@@ -1,6 +1,6 @@
 """Scale the loss by a factor that adapts to the range of 16-bit gradients; skip the steps that overflow.
 
-Fills:  scale, commit, measure   State:  slot `loss_scale`
+Fills:  scale, measure           State:  slot `loss_scale`
 Law:    at powers of two the identity, bit for bit, while nothing is subnormal or overflows; the factor of a step
         is also what its gradients are divided by, on the step at which it doubles too
 Cost:   one pass over the gradients for their norm; no host synchronisation
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.errors import ComposeError, is_a, is_int
-from fds.step import Measure, Memory, Step, fill, transform
+from fds.step import Call, Measure, Memory, Step, fill, transform
 
 SLOT = "loss_scale"
 
@@ -57,9 +57,9 @@ class DynamicScale:
         scale = slots[SLOT].scale
         return {"loss_scale": scale.clone(), "at_minimum_scale": scale <= self.minimum}
 
-    def __call__(self, slots: dict[str, Any], skip: Tensor) -> dict[str, Any]:
-        """Return the slots after a step that overflowed where `skip`, () bool, is true."""
-        s: LossScale = slots[SLOT]
+    def __call__(self, s: LossScale, noted: None, call: Call) -> LossScale:
+        """Return the slot after a step that overflowed or did not."""
+        skip = call.overflow
         falls = skip & (s.hysteresis == 1)
         grows = ~skip & (s.good_steps > 0) & (s.good_steps % self.window == 0)
         scale = torch.where(falls, (s.scale / 2).clamp(min=self.minimum), torch.where(grows, s.scale * 2, s.scale))
@@ -67,7 +67,7 @@ class DynamicScale:
         restored = full if self.consecutive_hysteresis else torch.where(grows, full, s.hysteresis)
         hysteresis = torch.where(skip, (s.hysteresis - 1).clamp(min=1), restored)
         good_steps = torch.where(skip, 0, s.good_steps + 1)
-        return {**slots, SLOT: LossScale(scale, good_steps, hysteresis)}
+        return LossScale(scale, good_steps, hysteresis)
 
 
 @transform
@@ -108,9 +108,8 @@ def loss_scale(
         return fill(
             step,
             scale=rule,
-            commit=rule,
-            measure=Measure(norm=True),
-            memory=Memory(SLOT, rule.init, "replicated"),
+            measure=Measure(norm=True, skips=True),
+            memory=Memory(SLOT, rule.init, "replicated", accept=rule, on_skip="run"),
             hint="one loss scale is enough, and it skips what is not finite",
         )
 

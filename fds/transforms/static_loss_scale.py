@@ -1,6 +1,6 @@
 """Multiply the loss by a constant, so that small 16-bit gradients do not vanish; divide it out again.
 
-Fills:  scale, commit, measure   State:  none
+Fills:  scale, measure           State:  none
 Law:    at a power of two the identity, bit for bit, while nothing is subnormal or overflows
 Cost:   one pass over the gradients for their norm; no host synchronisation
 Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2
@@ -19,7 +19,7 @@ from fds.step import Measure, Step, fill, transform
 
 @attrs.frozen
 class StaticScale:
-    """A constant scale; as a commit, a skipped step does not change it."""
+    """A constant scale."""
 
     value: float
     draws: ClassVar = False
@@ -31,10 +31,6 @@ class StaticScale:
     def metrics(self, slots: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
         """Return `loss_scale`."""
         return {"loss_scale": self.scale(slots, device)}
-
-    def __call__(self, slots: dict[str, Any], skip: Tensor) -> dict[str, Any]:
-        """Return the slots as they are."""
-        return slots
 
 
 @transform
@@ -48,6 +44,6 @@ def static_loss_scale(scale: float = 2.0**16):
 
     def apply(step: Step) -> Step:
         static = StaticScale(float(scale))
-        return fill(step, scale=static, commit=static, measure=Measure(norm=True), hint="one loss scale is enough")
+        return fill(step, scale=static, measure=Measure(norm=True, skips=True), hint="one loss scale is enough")
 
     return apply

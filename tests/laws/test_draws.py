@@ -69,9 +69,9 @@ class Drawing:
     def metrics(self, slots, device):
         return {}
 
-    def commit(self, slots, skip):
-        self.draw("commit")
-        return slots
+    def rule(self, slot, noted, call):
+        self.keyed("rule", call)
+        return slot + self.draw("rule").float() * ~call.overflow
 
     def schedule(self, t):
         return 0.1 + 0.1 * self.draw("schedule")
@@ -110,8 +110,10 @@ class Drawing:
             condition=self,
             after=self.average(),
             slots={"noisy": self.init},
-            commit=self.commit,
-            measure=fds.step.Measure(norm=True),
+            measure=fds.step.Measure(norm=True, skips=True),
+            memory=fds.step.Memory(
+                "drawn", lambda shapes, device: torch.zeros(()), "replicated", accept=self.rule, on_skip="run"
+            ),
         )
 
 
@@ -169,10 +171,10 @@ def test_all_random_numbers_follow_the_key(make, num_ranks):
         if make in (list, WAYS["accumulated"][0]):  # others recompute, or run a filler on several stages
             every = [x for some in (drawn, held_out) for xs in some.values() for x in xs]
             assert len(set(every)) == len(every), "two microbatches drew the same"
-        names = {"batch", "context", "layers", "condition", "after"}
+        names = {"batch", "context", "layers", "condition", "after", "rule"}
         assert drawn.keys() >= names | {f"{name}, by key" for name in names} | {
             "scale",
-            "commit",
+            "rule",
             "schedule",
             "optimizer",
         }
@@ -183,7 +185,7 @@ def test_all_random_numbers_follow_the_key(make, num_ranks):
 @pytest.mark.parametrize("stage", range(4))
 def test_ranks_draw_alike_for_what_they_share_and_differently_for_what_each_has(stage):
     (a, *_, one, _), (b, *_, other, _) = fds.simulate(lambda: run(data(stage)), 2)
-    shared = {"schedule", "scale", "commit"} | ({"condition", "optimizer", "after"} if stage == 0 else set())
+    shared = {"schedule", "scale", "rule"} | ({"condition", "optimizer", "after"} if stage == 0 else set())
     for name, numbers in one.items():
         assert (numbers == other[name]) == (name.removesuffix(", by key") in shared), name
     if stage == 0:

@@ -468,7 +468,7 @@ def test_memory_that_slots_follow_by_notes_is_captured(monkeypatch):
                                  "replicated", merge="max")  # fmt: skip
         return lambda step: fds.step.fill(step, layer=noted, memory=memory)
 
-    monkeypatch.setattr("fds.step.notes._disable_current_modes", contextlib.nullcontext)  # ours is the device
+    monkeypatch.setattr("fds.step.drafts._disable_current_modes", contextlib.nullcontext)  # ours is the device
     gpu, layers = Gpu(), fds.Layers([nn.Linear(3, 3), nn.Linear(3, 2)], F.mse_loss)
     parts = (largest(), fds.accumulate(2), fds.skip_nonfinite(), fds.sgd(0.1))
     step, plain = fds.compose(*parts, fds.donate(), captured(gpu))(layers), fds.compose(*parts)(layers)

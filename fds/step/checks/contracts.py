@@ -146,6 +146,15 @@ def overwritten(memory: Any) -> ComposeError:
     )
 
 
+def undecided() -> ComposeError:
+    """Return the error of a filler that asks for what is not decided when it runs."""
+    return ComposeError(
+        "nobody has decided yet whether a gradient is not finite",
+        where="call.overflow",
+        want="a rule of Memory(..., on_skip='run'), and a Measure(norm=True, skips=True)",
+    )
+
+
 def written_slot() -> ComposeError:
     """Return the error of a filler that writes into the slots that a call shows."""
     return ComposeError(
@@ -192,13 +201,6 @@ def context(found: Any, make: Any, station: str = "context") -> AbstractContextM
     """Return the context that a filler made. Raises `ComposeError` where it is none."""
     if not has(type(found), "__enter__", "__exit__"):
         raise _broken(station, make, in_words(found), "a context manager")
-    return found
-
-
-def kept(found: Any, given: dict[str, Any], commit: Any) -> dict[str, Any]:
-    """Return the slots that a commit returned. Raises `ComposeError` where some are missing, or there are others."""
-    if not (tree.is_dict(found) and found.keys() == given.keys()):
-        raise _broken("commit", commit, in_words(found), f"a dict of the slots {', '.join(given) or '(none)'}")
     return found
 
 

@@ -100,7 +100,6 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "condition": (given("gradients", "call"), "a function (Gradients, call) -> Gradients"),
     "execute": (lambda x: hasattr(x, "together") and has(x, *_EXECUTES), "an executor, as `fds.step.InTurn` is one"),
     "optimizer": (lambda x: isinstance(x, Optimizer), "an fds.Optimizer"),
-    "commit": (given("slots", "skip"), "a function (slots, skip) -> slots"),
     "synchronize": (
         lambda x: callable(x) and has(x, "init", "owns", "agrees", "bytes_sent", "messages"),
         "an object, (structure, params, opt, skip, call), with init, owns, agrees, bytes_sent and messages",

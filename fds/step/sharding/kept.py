@@ -60,8 +60,8 @@ class Kept:
         """Return the buckets of which messages were sent, but nothing of what was kept before the call."""
         return [index for index in self.flat if index not in self.joined]
 
-    def after(self, skip: Tensor | None) -> dict[str, Tensor]:
-        """Return what is kept after the call, by parameter; where `skip`, () bool, is true it is what was before."""
+    def after(self, skip: Tensor | None) -> dict[str, dict[str, Tensor]]:
+        """Return the slot after the call: by parameter what is kept; where `skip`, () bool, is true what was before."""
         after = dict(self.before)
         assert not self.waiting()
         for bucket, flat in self.flat.values():
@@ -70,7 +70,7 @@ class Kept:
             if skip is not None:
                 torch.where(skip, self._read(bucket), flat, out=flat)
             after.update(zip((leaf.name for leaf in bucket.leaves), bucket.views(flat), strict=True))
-        return after
+        return {SLOT: after}
 
     def _read(self, bucket: Bucket) -> Tensor:
         """Return what was kept of a bucket before the call, zero in its padding."""

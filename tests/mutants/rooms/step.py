@@ -61,9 +61,9 @@ MUTANTS = (
     ),
     Mutant(
         "empty-batch-moves-the-scale",
-        "fds/step/program.py",
-        "slots = unless(decision.empty, slots, accepted)",
-        "slots = accepted",
+        "fds/step/drafts.py",
+        "keeps = decision.empty if memory.on_skip",
+        "keeps = None if memory.on_skip",
         "a batch of weight 0 counts as a step without overflow",
         "tests/laws/test_weights.py",
     ),

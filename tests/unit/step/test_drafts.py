@@ -120,7 +120,12 @@ def test_memories_that_cannot_merge_are_refused():
     with pytest.raises(ComposeError, match="did not return") as caught:
         run(filled(Memory("flags", flags, "named", merge="max")))
     assert "signed integer" in caught.value.want
-    for arguments in ({"merge": "mean"}, {"merge": "max", "lies": "parameters"}, {"accept": lambda slot: slot}):
+    for arguments in (
+        {"merge": "mean"},
+        {"merge": "max", "lies": "parameters"},
+        {"accept": lambda slot: slot},
+        {"on_skip": "run"},
+    ):
         with pytest.raises(ComposeError, match="a memory needs"):
             Memory("slot", zeros, **{"lies": "named", **arguments})
     with pytest.raises(ComposeError, match="two fillers write"):
@@ -139,15 +144,18 @@ def test_a_note_of_one_sample_is_refused():
         run(filled(LARGEST, layer=lambda calls, call: [mapped(one, call) for one in calls]))
 
 
-def test_a_commit_may_say_what_a_skipped_step_makes_of_a_slot():
-    def commit(slots, skip):
-        return {**slots, "total": {name: torch.where(skip, x - 1, x) for name, x in slots["total"].items()}}
+def test_a_rule_may_say_what_a_skipped_step_makes_of_a_slot():
+    def accept(slot, noted, call):
+        return {name: torch.where(call.overflow, x - 1, x + noted[name]) for name, x in slot.items()}
 
+    told = Memory("total", zeros, "named", merge="sum", accept=accept, on_skip="run")
     view = noting("total", value=lambda x: torch.ones(()))
-    part = filled(TOTAL, view=view, commit=commit, measure=Measure(norm=True))
+    part = filled(told, view=view, measure=Measure(norm=True, skips=True))
     assert set(map(float, run(part).slots["total"].values())) == {1.0}
     after = run(part, batch=(BATCH[0] * torch.inf, BATCH[1]))
     assert set(map(float, after.slots["total"].values())) == {-1.0}
+    with pytest.raises(ComposeError, match="nobody has decided"):
+        run(filled(told, view=view))
 
 
 BROKEN = {
@@ -231,7 +239,7 @@ def messages(*transforms):
     return fds.simulate(body, world_size=2)[0]
 
 
-def test_sums_ride_with_what_ranks_agree_on_and_maxima_take_one_more_message():
+def test_notes_ride_with_what_ranks_agree_on_and_late_ones_take_one_more_message():
     class Noting:
         takes_slices = notes = True
 
@@ -240,5 +248,5 @@ def test_sums_ride_with_what_ranks_agree_on_and_maxima_take_one_more_message():
 
     alone = messages()
     assert messages(filled(TOTAL, view=noting("total"))) == messages(filled(KEPT)) == alone
-    assert messages(filled(LARGEST, view=noting())) == alone + 1
+    assert messages(filled(LARGEST, view=noting())) == alone
     assert messages(filled(TOTAL, view=noting("total"), condition=Noting())) == alone + 1

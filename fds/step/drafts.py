@@ -1,9 +1,9 @@
-"""Notes: what fillers note in one call of a step, merged as it comes, and what becomes of the slots by it."""
+"""Slots in the making: what fillers note in a call and what they write; each slot is settled once, by its rule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -13,32 +13,43 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from fds import autodiff, tree
-from fds.collectives import Axis
 from fds.errors import ComposeError, did_you_mean
 from fds.state import State
 from fds.step.agreement import Agreement
 from fds.step.call import Call, seeded
 from fds.step.checks import contracts
+from fds.step.decision import Decision
 from fds.step.memory import TOGETHER, Memory, Merge
 from fds.step.sharding.handles import materialize
 
 Place = tuple[str, str]  # a slot and the key path of an entry in it, "" for a slot that is a tensor
 
 
-@attrs.define(eq=False)
-class Notes:
-    """What was noted so far in one call, on this rank."""
+class Draft(Protocol):
+    """Slots that were written in a call, in memory of their own."""
 
-    memories: Sequence[Memory]  # those that follow what is noted, or every step
+    def after(self, skip: Tensor | None) -> Mapping[str, Any]:
+        """Return them as they are after the call; where `skip`, () bool, is true they are what they were."""
+        ...
+
+
+@attrs.define(eq=False)
+class Drafts:
+    """The slots of the next state, in one call and on this rank: what was noted of them, and what was written."""
+
+    memories: Sequence[Memory]  # those that change by a rule
     kinds: dict[Place, tuple[Merge, torch.Size, torch.dtype]]  # of what may be noted, in one order on all ranks
     device: torch.device
-    late: bool  # whether gradient maps note too: then ranks share sums once more, after them
+    late: bool  # whether gradient maps note too: then ranks share notes once more, after them
     merged: dict[Place, Tensor] = tree.new(dict)
+    written: list[Draft] = tree.new(list)
     closed: bool = False
 
     @classmethod
-    def of(cls, memories: Sequence[Memory], state: State, maps: Sequence[Any]) -> Notes:
-        """Return the empty notes of a call with a state; `maps` are those of gradients."""
+    def of(cls, memories: Sequence[Memory], state: State, maps: Sequence[Any]) -> Drafts:
+        """Return the drafts of a call with a state; `maps` are those of gradients."""
+        if not memories:
+            return cls((), {}, state.step.device, late=False)
         kinds: dict[Place, tuple[Merge, torch.Size, torch.dtype]] = {
             (memory.slot, name): (memory.merge, x.shape, x.dtype)
             for memory in memories
@@ -47,7 +58,34 @@ class Notes:
         }
         return cls(memories, kinds, state.step.device, any(map(may_note, maps)))
 
-    def add(self, slot: str, name: str, value: Any, merges: Sequence[str]) -> None:
+    def settle(self, decision: Decision, state: State, call: Call) -> dict[str, Any]:
+        """Return what the slots of a state become: each by its rule, once; on a skip most keep their bits."""
+        self.closed = True
+        slots, new = state.slots, dict(state.slots)
+        if self.late and self.kinds:
+            agreement = Agreement(call.dimensions.everyone, state.calls)
+            take = self.put(agreement)
+            agreement.count("notes")
+            take()
+        for memory in self.memories:
+            new[memory.slot] = self._settled(memory, slots[memory.slot], decision, call.silent())
+        for draft in self.written:
+            new |= draft.after(decision.skip)
+        return new
+
+    def _settled(self, memory: Memory, old: Any, decision: Decision, call: Call) -> Any:
+        rule, versions = memory.rule, list(map(tree.version_of, tree.leaves(old)))
+        own = call.given_to(rule, "memory", memory.slot).deciding(decision.overflow)
+        with seeded(own, [rule]):
+            noted = None if memory.merge is None else self._like(memory.slot, old)
+            new = contracts.remembered(rule(old, noted, own), old, memory, "memory")
+        if list(map(tree.version_of, tree.leaves(old))) != versions:
+            raise contracts.overwritten(memory)
+        # one that learns of skips learns nothing of an empty batch
+        keeps = decision.empty if memory.on_skip == "run" else decision.skip
+        return new if keeps is None else tree.map(lambda x, y: torch.where(keeps, x, y), old, new)
+
+    def note(self, slot: str, name: str, value: Any, merges: Sequence[str]) -> None:
         """Merge a value into an entry that is merged in one of these ways, unless a backward computes it again.
 
         Raises `ComposeError` for a value that does not fit.
@@ -74,16 +112,7 @@ class Notes:
         }
         return lambda: self.merged.update((place, entry.value) for place, entry in entries.items())
 
-    def close(self, everyone: Axis | None, calls: int) -> None:
-        """Merge over ranks what is not merged yet; nothing may be noted from here on."""
-        self.closed = True
-        if self.late and self.kinds:
-            agreement = Agreement(everyone, calls)
-            take = self.put(agreement)
-            agreement.count("notes")
-            take()
-
-    def like(self, slot: str, tree_: Any) -> Any:
+    def _like(self, slot: str, tree_: Any) -> Any:
         """Return what was noted for a slot, in its structure."""
         _, build = tree.flatten(tree_)
         return build([self._entry((slot, name)) for name in tree.paths(tree_)])
@@ -137,21 +166,3 @@ class Notes:
 def may_note(one: Any) -> bool:
     """Say whether a gradient map notes: it says so, since ranks then share sums once more, after it."""
     return getattr(one, "notes", False) is True
-
-
-def followed(notes: Notes, slots: Mapping[str, Any], call: Call, skip: Tensor | None) -> dict[str, Any]:
-    """Return those of the slots that follow what was noted; where `skip`, () bool, is true, as a commit left them."""
-    notes.close(call.dimensions.everyone, call.calls)
-    call = call.silent()
-    new_slots: dict[str, Any] = {}
-    for memory in notes.memories:
-        rule = memory.rule
-        old, own = slots[memory.slot], call.given_to(rule, "memory", memory.slot)
-        noted = None if memory.merge is None else notes.like(memory.slot, old)
-        versions = list(map(tree.version_of, tree.leaves(old)))
-        with seeded(own, [rule]):
-            new = contracts.remembered(rule(old, noted, own), old, memory, "memory")
-        if list(map(tree.version_of, tree.leaves(old))) != versions:
-            raise contracts.overwritten(memory)
-        new_slots[memory.slot] = new if skip is None else tree.map(lambda x, y: torch.where(skip, x, y), old, new)
-    return new_slots
