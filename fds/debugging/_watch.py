@@ -170,5 +170,5 @@ def watch(step: Step) -> Watch:
             want="a step without fds.donate(), or one that skips",
             hint="compose(fds.skip_nonfinite(), ...) leaves the state as it was where a gradient is not finite",
         )
-    measured = step.skips or any(one.norm for one in step.measure)
+    measured = step.skips or step.normed
     return Watch(step if measured else attrs.evolve(step, measure=(*step.measure, Measure(norm=True))))

@@ -27,6 +27,8 @@ _UNTRACED = (
     "fds.functional(torch.compile(module))"
 )
 
+_NOTHING = contextlib.nullcontext()
+
 
 @attrs.frozen(eq=False)
 class Apply:
@@ -139,8 +141,8 @@ class Apply:
         held = references(variant.module) if now.busy is None and torch.is_grad_enabled() else None
         try:
             with (
-                originals.OriginalsWatch(self.number, inputs) if first and not trains else contextlib.nullcontext(),
-                contextlib.nullcontext() if call is None else call.observed(),
+                originals.OriginalsWatch(self.number, inputs) if first and not trains else _NOTHING,
+                _NOTHING if call is None else call.observed(),
             ):
                 run = variant.run(params, buffers, args, kwargs)
             if call is not None:

@@ -85,7 +85,15 @@ class Agreement:
         """
         if self.entries and self.axis is not None:
             sums = self._reduced(self.axis, self.entries, "sum", what)
-            self._check_calls(*next(sums).unbind())
+            total, squares = next(sums).unbind()
+            if total.device.type == "cpu" and int(squares) * self.axis.size != int(total) ** 2:
+                raise RankError(
+                    "ranks are at different calls of the step",
+                    where=f"axis {self.axis.name!r}",
+                    got=f"call {int(self.calls)} on this rank",
+                    want=f"{float(total) / self.axis.size:g} on average",
+                    hint="a rank that caught an error of a step is behind: end all of them",
+                )
             for entry in self.entries:
                 entry.value = entry.made_of(sums)
         if self.maxima and self.axis is not None:
@@ -121,18 +129,6 @@ class Agreement:
         entry = Entry(x, parts, made_of)
         self.entries.append(entry)
         return entry
-
-    def _check_calls(self, total: Tensor, squares: Tensor) -> None:
-        """Compare the mean of the squares with the square of the mean: on all ranks, whichever of them is behind."""
-        assert self.axis is not None
-        if total.device.type == "cpu" and int(squares) * self.axis.size != int(total) ** 2:
-            raise RankError(
-                "ranks are at different calls of the step",
-                where=f"axis {self.axis.name!r}",
-                got=f"call {int(self.calls)} on this rank",
-                want=f"{float(total) / self.axis.size:g} on average",
-                hint="a rank that caught an error of a step is behind: end all of them",
-            )
 
 
 def placed(x: Tensor, axis: Axis) -> Tensor:

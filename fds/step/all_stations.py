@@ -21,21 +21,15 @@ from fds.step.batch import Split
 from fds.step.call import Call
 from fds.step.checks import state_check as check
 from fds.step.drafts import Drafts
-from fds.step.execution import Executor, InTurn, LocalGradients, Microbatch, Pass, PassResult, training
+from fds.step.execution import Executor, InTurn, Microbatch
 from fds.step.gradients import Gradients, Measure
 from fds.step.holding import FromHeld, Hold
 from fds.step.memory import Memory
-from fds.step.parameters import open_parameters
 from fds.step.residency.chunks import Piece, agreed_chunks, may_leave
 from fds.step.residency.contract import Residency, Resident
-from fds.step.residency.deferred import heard
-from fds.step.residency.landing import Landing
 from fds.step.residency.lives import Lives, resident_at
 from fds.step.residency.masters import NOWHERE, Masters, elsewhere
-from fds.step.residency.speculation import Speculation
 from fds.step.runtime import Runtime
-from fds.step.seeds import Seeds, dtype_of
-from fds.step.sharding.buckets import Bucketed
 from fds.step.sharding.gather import Gather
 from fds.step.sharding.order import LearnedOrder, Order
 from fds.step.sharding.reduce import Reduce
@@ -43,7 +37,7 @@ from fds.step.sharding.shard import Shard, shard_of
 from fds.step.split_batch import SplitBatch, cut, split_batch
 from fds.step.stations import After, AtOnce, Composing, Kernels, Place, Run, Scale, follow_in_pieces
 from fds.step.structure import AllBut, Structure
-from fds.step.sums import InPlace, Sum
+from fds.step.sums import Sum
 from fds.step.synchronizing import REMEMBERING, Synchronize
 from fds.step.topology import Dimension, Dimensions
 from fds.step.views import Views
@@ -92,6 +86,7 @@ class Stations:
     following: tuple[Memory, ...] = _derived(lambda step: tuple(one for one in step.memory.values() if one.follows))
     noting: bool = _derived(lambda step: any(one.merge for one in step.memory.values()))
     skips: bool = _derived(lambda step: any(one.skips for one in step.measure))
+    normed: bool = _derived(lambda step: any(one.norm for one in step.measure))  # whether the global norm is measured
     # the optimizer, with what `synchronize` keeps beside its state
     remembering: Optimizer | None = attrs.field(default=REMEMBERING, init=False, repr=False)
     runtime: Runtime = attrs.field(factory=Runtime, init=False, repr=False)
@@ -114,107 +109,10 @@ class Stations:
     def __repr__(self) -> str:
         return f"compose({', '.join(map(str, self.composition))})({losses.name(self.loss)})"
 
-    def drafts(self, state: State) -> Drafts:
-        """Return the slots in the making of a training step with this state."""
-        return Drafts.of(self.following, state, self.condition)
-
     def call(self, state: State, drafts: Drafts | None = None, *, training: bool = True) -> Call:
         """Return what fillers may know of a call with this state, and where they note."""
         notes = drafts if self.noting else None
         return Call.with_state(state, self.dimensions, notes, training=training)
-
-    def gradients(
-        self,
-        state: State,
-        structure: Structure,
-        parts: list[Tensor],
-        batch: Any,
-        scale: Tensor | None,
-        call: Call,
-        residency: Residency,
-        ahead: Speculation | None = None,
-        local: bool = False,
-    ) -> LocalGradients:
-        """Return the gradients of a batch, times `scale` / divisor, summed over microbatches and ranks.
-
-        `local` ones are not summed over data ranks. What is updated `ahead` is updated when it returns.
-        """
-        landing, shard = None, None if local else self.shard
-        try:
-            ran, sums = self._run(state, structure, parts, batch, scale, call, residency, ahead, shard)
-            landing, everyone = sums.landing, self.dimensions.everyone
-            used, leaves = sums.used(), sums.finish()
-            wide = everyone is not None and torch.float64 in set(map(tree.dtype_of, leaves))
-            totals, wide = self.execute.agree(ran, everyone, self.runtime, wide=wide)
-            counted = self.dimensions.add_up(leaves, structure.segments, summed=not local)
-            if landing is not None:
-                leaves = landing.finish(leaves)
-            if ahead is not None:
-                ahead.settle()
-        except BaseException:
-            for one in filter(None, (landing, ahead)):
-                one.close()
-            raise
-        apart = self.dimensions.data if local else None
-        return LocalGradients(
-            totals, leaves, used, counted, ran.buffers, sums.predivide, wide, sums.kept, landing, apart
-        )
-
-    def _run(
-        self,
-        state: State,
-        structure: Structure,
-        parts: list[Tensor],
-        batch: Any,
-        scale: Tensor | None,
-        call: Call,
-        residency: Residency,
-        ahead: Speculation | None,
-        shard: Shard | None,
-    ) -> tuple[PassResult, InPlace | Bucketed]:
-        """Run every microbatch forward and backward; sum gradients over the ranks that a `shard` names.
-
-        What only this needs (whole or low-precision parameters, microbatches, graphs) is gone when it returns.
-        """
-        microbatches, pool, order = self.split_batch(call, batch), self.runtime.pool, self.order("step", structure)
-        settings = self.settings(call, state.buffers, microbatches.count)
-        masters = self.masters(structure, parts, call.device, residency)
-        params = open_parameters(self.gather, self.shard, structure, masters, pool, train=True, order=order)
-        kinds = self.execute.dtypes(params.trained, self.gather.dtype, self.dimensions.everyone, self.runtime.asked)
-        seeds = Seeds.of(
-            scale,
-            microbatches.count,
-            kinds,
-            self.sum.dtype,
-            (self.reduce.dtype, *map(dtype_of, self.context)),
-            data=self.dimensions.data,
-            asked=self.runtime.asked,
-            order=None if self.execute.together else order,
-        )
-        landing = None
-        if "gradients" in residency.kinds or ahead is not None:
-            with heard(residency, self.everyone):
-                landing = self.landing(structure, state, params.trained, residency, ahead)
-        where = order, kinds, seeds, state.slots, landing, bool(masters.elsewhere)
-        reduce = self.reduce.drawing(call) if self.reduce.transport.draws else self.reduce
-        sums = reduce.sums(structure, shard, params.trained, self.sum.dtype, pool, *where)
-        run = Pass(
-            self.loss,
-            microbatches,
-            settings,
-            params,
-            structure.trained_names,
-            state.buffers,
-            self.microbatch(self.loss, structure),
-            order,
-            self.dimensions.everyone,
-            self.runtime,
-            sums,
-            seeds,
-            ahead,
-        )
-        with training(settings[0], params, sums, order):
-            return self.execute.train(run), sums
 
     def masters(self, structure: Structure, parts: list[Tensor], device: torch.device, residency: Residency) -> Masters:
         """Return the parameters as a state holds them, for a loss that runs on a device."""
@@ -224,17 +122,6 @@ class Stations:
             if known is None:
                 known = self.runtime.elsewhere[structure, device] = elsewhere(residency, structure, device)
         return Masters(parts, device, residency, known)
-
-    def landing(
-        self, structure: Structure, state: State, trained: list[Tensor], residency: Residency, ahead: Speculation | None
-    ) -> Landing:
-        """Return where the sums of gradients go as each is final."""
-        held = self.lives(structure, state).landed
-        first = [members[0] for members in structure.members.values()] if structure.sharded else range(len(trained))
-        dtypes = [self.sum.dtype or trained[i].dtype for i in first]
-        late = [k for k, inside in enumerate(structure.segments) if inside and self.dimensions.is_late(inside[0].name)]
-        pool, device = self.runtime.gradients, state.step.device
-        return Landing.of(residency, structure, held, dtypes, device, late, pool, None if ahead is None else ahead.tell)
 
     def microbatch(self, loss: Any, structure: Structure) -> Microbatch:
         """Return the stations that every microbatch passes."""

@@ -16,10 +16,13 @@ from fds.loss import LayerMap
 from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
-from fds.step.checks.state_check import usable
+from fds.step.checks.state_check import StateTensors, usable
+from fds.step.local_gradients import local_gradients
 from fds.step.messages import PredictedMessages, predicted
+from fds.step.own_sums import SUMMED
 from fds.step.residency.contract import is_held
 from fds.step.residency.lives import resident
+from fds.step.setup import Setup
 from fds.step.sharding.footprint import held_bytes, sent_bytes
 from fds.step.structure import Structure
 
@@ -231,8 +234,9 @@ def _tried(step: Stations, structure: Structure, state: State, batch: Any) -> tu
     """Return the parameters that the loss does not use on a batch, and place -> bytes that layers keep there."""
     same_composition(step)
     step, tallies = _counting(step)
-    call = step.call(state, step.drafts(state))
-    found = step.gradients(state, structure, tree.leaves(state.params), batch, None, call, step.place.residency)
+    held = StateTensors(structure, tree.leaves(state.params), [], [])
+    setup = attrs.evolve(Setup.of(step, state, held), scale=None, residency=step.place.residency, own_sums=SUMMED)
+    found = local_gradients(step, setup, batch, None)
     unused = tuple(name for name, some in zip(structure.trained_names, found.used, strict=True) if not some)
     places: dict[str, int] = {}
     for place, tally in tallies:

@@ -32,7 +32,6 @@ from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
 from fds.step.sharding.buckets import Bucketed
 from fds.step.sharding.handles import materialize
-from fds.step.sharding.kept import Kept
 from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import same_metrics
 from fds.step.split_batch import SplitBatch
@@ -152,7 +151,6 @@ class LocalGradients:
     buffers: dict[str, Tensor]
     predivide: float = 1.0  # what they were divided by before they were sent
     wide: bool = False  # some rank's gradients are float64
-    kept: Kept | None = None  # what was not sent
     landing: Landing | None = None  # where leaves live that do not live where the step runs
     apart: Axis | None = None  # the data ranks, where each has its own gradient: they add up to the whole one
 

@@ -13,6 +13,7 @@ from fds.collectives.traffic import Expected, MessageKind
 from fds.state import State
 from fds.step.agreement import Agreement
 from fds.step.all_stations import Stations
+from fds.step.drafts import Drafts
 from fds.step.seeds import Seeds
 from fds.step.sharding.footprint import seen_dtype, sum_dtype
 from fds.step.sharding.shard import Shard
@@ -125,7 +126,7 @@ def _of_shared(step: Stations, structure: Structure) -> Iterator[Expected]:
 
 def _of_agreement(step: Stations, structure: Structure, state: State, everyone: Axis) -> Iterator[Expected]:
     """Yield what ranks agree by: the loss, metrics, norms, buffers and notes, as numbers in float64."""
-    dimensions, asked, drafts = step.dimensions, step.runtime.asked, step.drafts(state)
+    dimensions, asked, drafts = step.dimensions, step.runtime.asked, Drafts.of(step.following, state, step.condition)
     trained = [structure.leaves[name] for name in structure.trained_names]
     kinds = [step.gather.dtype_of(leaf.name, leaf.dtype) for leaf in trained]
     others = [step.reduce.dtype, *(getattr(context, "dtype", None) for context in step.context)]
@@ -149,7 +150,7 @@ def _of_agreement(step: Stations, structure: Structure, state: State, everyone: 
 
     if dimensions.shares_rows:
         yield Expected.of(everyone, "all_gather", 4, torch.int64, what="batch")
-    normed = step.skips or weights or any(m.norm for m in step.measure)
+    normed = step.skips or weights or step.normed
     zero = torch.zeros((), device=state.step.device)
     metrics = {name: zero if name.endswith(": mean") else zero.long() for name in asked.get("step", ())}
     totals = Totals(zero, zero.double(), metrics, divisor=1 if divides else None)

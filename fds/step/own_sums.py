@@ -26,17 +26,24 @@ from fds.step.structure import Structure
 class OwnSums:
     """The slots of an optimizer before a call, and the exchange that writes the new ones."""
 
-    before: Mapping[str, Any]  # slot -> by trained parameter; of learning rates by pattern, or one
-    new: Mapping[str, Any]
-    exchange: Exchange
+    before: Mapping[str, Any] = tree.new(dict)  # slot -> by trained parameter; of learning rates by pattern, or one
+    new: Mapping[str, Any] = tree.new(dict)
+    exchange: Exchange | None = None  # None in a call in which gradients are summed
+    are_local: bool = False  # whether every data rank has gradients of its own
 
     @classmethod
     def of(
-        cls, phases: Phases, shard: Shard | None, structure: Structure, slots: Mapping[str, Any], call: Call, pool: Pool
-    ) -> OwnSums | None:
-        """Return those of a call, given the slots of the state; None for a call in which gradients are summed."""
-        if not phases.local(call.calls):
-            return None
+        cls,
+        phases: Phases | None,
+        shard: Shard | None,
+        structure: Structure,
+        slots: Mapping[str, Any],
+        call: Call,
+        pool: Pool,
+    ) -> OwnSums:
+        """Return those of a call, given the slots of the state: none where gradients are summed."""
+        if phases is None or not phases.local(call.calls):
+            return SUMMED
 
         def copied(x: Tensor) -> Tensor:
             return pool.take(x.numel(), x.dtype, x.device).view(x.shape).copy_(x)
@@ -49,12 +56,12 @@ class OwnSums:
         names = [inside[0].name for inside in structure.segments]
         own = {slot: [new[slot][name].view(-1) for name in names] for slot in remembered(phases)}
         axis = None if shard is None else shard.data
-        return cls(before, new, Exchange(call.calls, axis, own, new.get(LOCAL_LR)))
+        return cls(before, new, Exchange(call.calls, axis, own, new.get(LOCAL_LR)), axis is not None)
 
     def seen(self, structure: Structure, parts: list[Tensor]) -> list[Tensor]:
         """Return the parameters that this rank's loss sees, given those of the state: what it moved by itself moved."""
         updates = self.before.get(LOCAL_UPDATE)
-        if updates is None:
+        if updates is None or self.exchange is None:
             return parts
         found, size = list(parts), self.exchange.size
         for i, inside in zip(structure.trained, structure.segments, strict=True):
@@ -67,6 +74,9 @@ class OwnSums:
             for old, x in zip(tree.leaves(self.before), tree.leaves(self.new), strict=True):
                 torch.where(skip, old, x, out=x)
         return dict(self.new)
+
+
+SUMMED = OwnSums()  # those of a call in which ranks sum gradients
 
 
 def memories(optimizer: Optimizer) -> Iterator[Memory]:

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds import tree
+from fds import reading, tree
 from fds.autodiff import storage_counts
 from fds.layout import Bucket
 from fds.step import foreach
@@ -249,6 +249,11 @@ class Pool:
             held.append(found)
         self.taken.add(id(found))
         return found
+
+    def weigh_down(self, leaves: list[Tensor]) -> None:
+        """Keep gradients of a CPU until the next sweep: else their memory goes to the system and comes back."""
+        if leaves and leaves[0].device.type == "cpu" and reading.now.recording is None:
+            self.ballast.extend(leaves)
 
     def sweep(self) -> None:
         """Let go of the ballast, and of the flat buckets that nobody took since the last sweep."""

@@ -11,41 +11,30 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
-import torch
 from torch import Tensor, nn
 
-from fds import loss as losses, reading, tree
-from fds.collectives import Axis
+from fds import loss as losses, tree
 from fds.errors import DiskError, DiskFullError
-from fds.optim.base import Values
 from fds.state import State
 from fds.step.agreement import Agreement
 from fds.step.all_stations import Stations
-from fds.step.call import Call, seeded
 from fds.step.checks import contracts, state_check as check
 from fds.step.checks.agreement import same_batch, same_composition
-from fds.step.conditions import conditioned
 from fds.step.decision import Decision
 from fds.step.describe import Description, describe, explain
-from fds.step.drafts import Drafts, may_note
+from fds.step.drafts import Drafts
 from fds.step.evaluation import evaluator
 from fds.step.execution import LocalGradients
-from fds.step.gradients import Gradients
 from fds.step.initial import at_first, initial, traced, with_parameters
 from fds.step.into import into, whole_parameters
+from fds.step.local_gradients import local_gradients
 from fds.step.one_rank import compare_with_one_rank
-from fds.step.own_sums import OwnSums
-from fds.step.ranges import profiled
-from fds.step.residency.apart import Apart
-from fds.step.residency.contract import Residency
-from fds.step.residency.deferred import Deferred, hear, heard
-from fds.step.residency.speculation import Granted, Speculation
-from fds.step.residency.visit import Visit
 from fds.step.seeds import guesses
+from fds.step.setup import Setup
 from fds.step.stations import Program, with_chosen_kernels
 from fds.step.sums import check_used
 from fds.step.totals import Totals, averaged
-from fds.step.update import NewLeaves, Rule, leaves_apart, new_leaves
+from fds.step.update import Update, next_leaves
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -110,8 +99,8 @@ class Step(Stations):
         if (plain := check.without_graph(state, held)) is not state:
             state, held = plain, self.check(plain)
         try:
-            compare = functools.partial(compare_with_one_rank, self)
-            return self.run(Program(self.work, self.check, self.leaves, self.runtime, compare), state, held, batch)
+            compare, leaves = functools.partial(compare_with_one_rank, self), functools.partial(next_leaves, self)
+            return self.run(Program(self.work, self.check, leaves, self.runtime, compare), state, held, batch)
         except DiskError as error:
             explain(error, self, state)
             raise
@@ -121,103 +110,15 @@ class Step(Stations):
 
         Nothing in it depends on values that the host reads, but keys and `calls`, where a device is at work.
         """
-        structure, parts = held.structure, held.parts
-        assert self.optimizer is not None
-        drafts = self.drafts(state)
-        call = self.call(state, drafts)
-
-        # from the batch to one summed gradient
-        scale = None
-        if self.scale is not None:
-            with seeded(call, [self.scale], "scale"):
-                scale = contracts.scalar(self.scale.scale(state.slots, state.step.device), self.scale)
-        with seeded(call, self.optimizer.schedules(), "schedule"):
-            values = self.optimizer.values(state.step)
-        self.runtime.pool.sweep()
-        dimensions = self.dimensions
-        everyone = dimensions.everyone
-        residency = self.place.residency
-        if everyone is not None and residency.kinds:  # one that says what fails when all ranks hear
-            residency = Deferred(residency)
-        own_sums = None
-        if self.optimizer.phases is not None:
-            own_sums = OwnSums.of(self.optimizer.phases, self.shard, structure, state.slots, call, self.runtime.pool)
-        local = own_sums is not None and own_sums.exchange.axis is not None
-        ahead = self._speculation(state, held, scale, values, call, residency) if self.place.speculate else None
-        seen = parts if own_sums is None else own_sums.seen(structure, parts)
-        found = self.gradients(state, structure, seen, batch, scale, call, residency, ahead, local)
-        if everyone is None:
-            check_used(found.used, losses.name(self.loss), viewed=bool(self.view))
-
-        # from the gradient to a decision, the same on every rank
-        device, decides = state.step.device, self.skips or guesses(found.totals)
-        totals, norm, buffers = self._agree(found, state.calls, drafts, decides=decides)
-        decision = Decision.of(totals, norm, scale, found.predivide, device, decides=decides)
-        if dimensions.local is not None:
-            decision, buffers = self._share(decision, totals, buffers, dimensions.local, state.calls, drafts)
-        grads = found.for_maps(decision, structure.segments, dimensions)
-        failed, landing = None, found.landing
-        versions = [] if ahead is None else list(map(tree.version_of, found.leaves))
-        try:
-            grads, skip = self._conditioned(grads, call) if self.condition else grads, decision.skip
-            if ahead is not None:
-                written = versions != list(map(tree.version_of, found.leaves))
-                changed = written or any(x is not y for x, y in zip(grads.leaves, found.leaves, strict=True))
-                failed = ahead.fails(grads.scale, skip, device, changed=changed)
-            grads = grads.settled()
-            if landing is not None:  # what a map changed, or what was divided, is on its way
-                landing.settle()
-        except BaseException:
-            if landing is not None:
-                landing.close()
-            raise
-
-        # the update: from the last of these lines on the new state's memory is written
-        new = self.leaves(state, held, residency, None if ahead is None else ahead.apart)
-        chunks = self.chunks(structure)
-        with profiled("optimizer"), seeded(call, [self.optimizer], "optimizer", *self.dimensions.coordinates):
-            new.update(
-                state,
-                structure.optimizer,
-                grads,
-                chunks,
-                self.dimensions,
-                skip=skip,
-                values=values,
-                exchange=None if own_sums is None else own_sums.exchange,
-                again=None if ahead is None or failed is None else ahead.again(failed),
-            )
-
-        if reading.now.recording is None and state.step.device.type == "cpu":
-            self.runtime.pool.ballast.extend(grads.leaves)
-
-        # keep or skip, and what follows
-        drafts.written += filter(None, (found.kept, own_sums))
-        slots = drafts.settle(decision, state, call) | new.after
-        if skip is not None and buffers:
-            buffers = {k: torch.where(skip, state.buffers[k], b) for k, b in buffers.items()}
-        if self.synchronize is not None:
-            new.synchronize(self.synchronize, skip=skip, call=call)
-        params = structure.put(parts, new.trained)
-        for i, one in enumerate(self.after):
-            own = call.after(slots).given_to(one, "after", i, *self.dimensions.coordinates)
-            with seeded(own, [one]):
-                slots[one.slot] = new.follow(one, slots[one.slot], params, chunks, skip=skip, call=own)
-        if residency is not self.place.residency:
-            hear(residency, everyone)
-        step = state.step + (1 if skip is None else ~skip)
-        after = State(
-            step=step,
-            calls=state.calls + 1,
-            params=params,
-            opt=new.opt,
-            buffers=buffers,
-            slots=slots,
-            key=state.key,
-            token=new.token(state),
-        )
-        metrics = decision.metrics(step, values.rates(), failed, norm=self.optimizer.phases is None)
-        return after, metrics | contracts.reported(self.scale, state.slots, step.device)
+        setup = Setup.of(self, state, held)  # scale, learning rates, drafts of the slots: before anything can fail late
+        update = Update(self, setup)  # and memory of what is written before the step has decided
+        local = local_gradients(self, setup, batch, update.ahead)  # of all microbatches, summed over ranks
+        decision, buffers = self.decide(setup, local)  # in the one small message: the same on every rank
+        update.run(local, decision)  # from here on memory of the next state is written
+        slots = setup.drafts.settle(decision, state, setup.call)  # before what follows, which may read them
+        params, slots = update.follow(slots)
+        new = update.state(params, slots, buffers)
+        return new, self.metrics(setup, decision, new, update.failed)
 
     def evaluate(self, state: State, batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
         """Return the metrics of `eval_fn` (default: the loss) on a batch, without gradients, modules in eval mode.
@@ -301,90 +202,37 @@ class Step(Stations):
         at = None if self.place.residency.kinds else devices
         return check.StateTensors(structure, leaves, devices, check.same_slots(state, structure.opt, at))
 
-    def leaves(
-        self, state: State, held: check.StateTensors, residency: Residency | None = None, apart: Apart | None = None
-    ) -> NewLeaves:
-        """Return memory for what an update of a state writes, with the old values; some may be `apart` already.
+    def decide(self, setup: Setup, local: LocalGradients) -> tuple[Decision, dict[str, Tensor]]:
+        """Return what ranks decide together, and their common module statistics, in one small message.
 
-        A `residency` stands in for that of the step, and all ranks hear of what fails there.
+        One more goes to ranks that make updates of their own, for what all of them share.
         """
-        lives = self.lives(held.structure, state)
-        if residency is not None and residency.kinds:
-            lives = attrs.evolve(lives, residency=residency)
-            with heard(residency, self.everyone):
-                return new_leaves(self.place, lives, self.runtime.pool, state, held, self.after, apart)
-        return new_leaves(self.place, lives, self.runtime.pool, state, held, self.after, apart)
+        dimensions, device, calls = self.dimensions, setup.call.device, setup.state.calls
+        if dimensions.everyone is None:
+            check_used(local.used, losses.name(self.loss), viewed=bool(self.view))
+        decides = self.skips or guesses(local.totals)
+        norm = local.norm() if decides or self.normed else None
+        totals, buffers = local.totals, local.buffers
+        if (group := dimensions.group) is not None:
+            agreement, used = Agreement(group, calls), any(local.used) or not local.used
+            counted = totals.put(agreement, used=used, repeats=dimensions.repeats)
+            common = averaged(buffers, agreement, dimensions.data) if buffers else buffers.copy
+            totals, norm, buffers = _counted(agreement, counted, norm, common, setup.drafts)
+        decision = Decision.of(totals, norm, setup.scale, local.predivide, device, decides=decides)
+        if (apart := dimensions.local) is not None:
+            agreement = Agreement(apart, calls)
+            counted = attrs.evolve(totals, divisor=None).put(agreement)
+            common = averaged(buffers, agreement, apart)
+            totals, norm, buffers = _counted(agreement, counted, decision.norm, common, setup.drafts)
+            decision = decision.shared(totals, norm, apart.size)
+        return decision, buffers
 
-    def _conditioned(self, grads: Gradients, call: Call) -> Gradients:
-        """Return what all gradient maps make of gradients."""
-        known = grads
-        for i, one in enumerate(self.condition):
-            own = call.given_to(one, "condition", i, *self.dimensions.coordinates)
-            own = own if may_note(one) else own.silent()
-            with seeded(own, [one]):
-                grads = conditioned(one, grads, known, own, self.dimensions.share)
-        return grads
-
-    def _speculation(
-        self,
-        state: State,
-        held: check.StateTensors,
-        scale: Tensor | None,
-        values: Values,
-        call: Call,
-        residency: Residency,
-    ) -> Speculation:
-        """Return the part of the update that begins in backward, by what is decided where the norm is 0."""
-        structure, device = held.structure, state.step.device
-        lives, chunks = attrs.evolve(self.lives(structure, state), residency=residency), self.chunks(structure)
-        with heard(residency, self.everyone):
-            apart = leaves_apart(lives, self.runtime.ahead, held)
-
-        def grant(totals: Totals, own: Totals, predivide: float, wide: bool) -> Granted:
-            norm = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
-            decides = self.skips or guesses(own)
-            decision = Decision.of(totals, norm, scale, predivide, device, decides=decides)
-            grads = self._conditioned(Gradients([], decision.scale, decision.norm), call.keeping())
-            return Granted(grads.scale, decision.skip, wide)
-
-        def visits(granted: Granted) -> Visit:
-            rule = Rule.of(
-                structure.optimizer,
-                structure,
-                self.dimensions,
-                state,
-                values,
-                scale=granted.grad_scale,
-                skip=granted.skip,
-                divisor=granted.divisor,
-            )
-            return apart.visit(structure, lives, chunks, rule)
-
-        return Speculation(apart, grant, visits, self.everyone)
-
-    def _agree(
-        self, found: LocalGradients, calls: Tensor, drafts: Drafts, *, decides: bool
-    ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
-        """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks.
-
-        All are those that make one update together.
-        """
-        norm, dimensions = found.norm() if decides or any(m.norm for m in self.measure) else None, self.dimensions
-        if dimensions.group is None:
-            return found.totals, norm, found.buffers
-        some = any(found.used) or not found.used
-        agreement = Agreement(dimensions.group, calls)
-        totals = found.totals.put(agreement, used=some, repeats=dimensions.repeats)
-        return _counted(agreement, totals, norm, averaged(found.buffers, agreement, dimensions.data), drafts)
-
-    def _share(
-        self, decision: Decision, totals: Totals, buffers: dict[str, Tensor], local: Axis, calls: Tensor, drafts: Drafts
-    ) -> tuple[Decision, dict[str, Tensor]]:
-        """Return what ranks that make updates of their own decide together, and their common buffers."""
-        agreement = Agreement(local, calls)
-        counted = attrs.evolve(totals, divisor=None).put(agreement)
-        totals, norm, buffers = _counted(agreement, counted, decision.norm, averaged(buffers, agreement, local), drafts)
-        return decision.shared(totals, norm, local.size), buffers
+    def metrics(self, setup: Setup, decision: Decision, new: State, failed: Tensor | None) -> dict[str, Tensor]:
+        """Return the metrics of a call: those of the loss, of the decision and of the scale."""
+        assert self.optimizer is not None
+        norm = self.optimizer.phases is None
+        metrics = decision.metrics(new.step, setup.values.rates(), failed, norm=norm)
+        return metrics | contracts.reported(self.scale, setup.state.slots, setup.call.device)
 
 
 def _counted(

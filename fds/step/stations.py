@@ -54,6 +54,8 @@ def with_chosen_kernels(method: Callable[Concatenate[S, P], R]) -> Callable[Conc
 
     @functools.wraps(method)
     def run(step: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        if step.kernels is None:
+            return method(step, *args, **kwargs)
         with chosen_kernels(step):
             return method(step, *args, **kwargs)
 

@@ -271,7 +271,7 @@ class Structure:
 
     def pick(self, parts: Sequence[Any]) -> list[Any]:
         """Return those of all parts that are trained."""
-        return [parts[i] for i in self.trained]
+        return list(map(parts.__getitem__, self.trained))
 
     def put(self, parts: Sequence[Tensor], trained: Sequence[Tensor]) -> Any:
         """Return what `state.params` is with the trained parts replaced."""

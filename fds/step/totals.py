@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 
@@ -92,18 +93,16 @@ class Totals:
         assert totals.loss is not None and self.loss is not None
         device = totals.loss.device
 
-        def number(x: Tensor | float) -> Tensor:
-            return x.to(device) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=device)
-
-        uses, loss, weight = map(
-            agreement.sum, (totals.loss.new_full((), used, dtype=torch.float64), totals.loss, number(totals.weight))
-        )
+        full = functools.partial(torch.full, (), dtype=torch.float64, device=device)
+        weight = totals.weight.to(device) if isinstance(totals.weight, Tensor) else full(totals.weight)
+        uses, loss, weight = map(agreement.sum, (full(used), totals.loss, weight))
         names = sorted(totals.metrics)
         metrics = list(map(agreement.sum, map(totals.metrics.__getitem__, names)))
         divisor = same = None
         if totals.divisor is not None:
             is_known = isinstance(totals.divisor, Tensor) or totals.divisor > 0
-            divisor = agreement.sum(torch.stack([number(totals.divisor), number(float(is_known))]))
+            number = totals.divisor.to(device) if isinstance(totals.divisor, Tensor) else full(totals.divisor)
+            divisor = agreement.sum(torch.stack([number, full(is_known)]))
         if repeats[1] > 1:
             same = agreement.each(self.loss.double() / self.weight, lambda losses: losses)
 

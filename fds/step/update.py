@@ -1,272 +1,219 @@
-"""The update: memory of the new state, and the optimizer that writes into it."""
+"""How complete gradients become the parameters of the next state, and what follows them."""
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import compress, islice
-from operator import not_
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from fds import tree
-from fds.optim import Optimizer, returned
-from fds.optim.base import Values
-from fds.optim.exchange import Exchange
-from fds.state import State, Token
-from fds.step.call import Call
+from fds import random, tree
+from fds.state import State
+from fds.step.all_stations import Stations
+from fds.step.call import Call, seeded
 from fds.step.checks import contracts
 from fds.step.checks.draws import tie
 from fds.step.checks.state_check import StateTensors
-from fds.step.donated import TAKEN, KnownMemory, writable
+from fds.step.decision import Decision
+from fds.step.drafts import may_note
+from fds.step.execution import LocalGradients
 from fds.step.gradients import Gradients
-from fds.step.pool import Buffers, Pool
+from fds.step.new_leaves import NewLeaves, Rule, leaves_apart, new_leaves
+from fds.step.ranges import in_range
 from fds.step.residency.apart import Apart
-from fds.step.residency.chunks import Piece, with_frozen
-from fds.step.residency.contract import check_apart
-from fds.step.residency.lives import Column, Lives
-from fds.step.residency.visit import Visit, chunks_of_leaves
-from fds.step.stations import After, Place
-from fds.step.structure import Structure
-from fds.step.synchronizing import Synchronize
-from fds.step.topology import Dimensions
-
-ALL: Sequence[int] = range(sys.maxsize)  # which leaves some are, where they are all
-
-
-@attrs.frozen(eq=False)
-class Rule:
-    """An optimizer in one call of a step, which updates some slices, or pieces of them, on a device."""
-
-    optimizer: Optimizer
-    slots: list[str]
-    share: Callable[[str, Tensor], None]
-    given: dict[str, Any]  # to all of them
-    values: Values
-    divisor: Tensor | None = None  # by which gradients are divided first, () float64
-    on: dict[torch.device, dict[str, Any]] = tree.new(dict)  # what is given there
-
-    @classmethod
-    def of(
-        cls,
-        optimizer: Optimizer,
-        structure: Structure,
-        dimensions: Dimensions,
-        state: State,
-        values: Values,
-        *,
-        scale: Tensor | None,
-        skip: Tensor | None,
-        divisor: Tensor | None = None,
-    ) -> Rule:
-        """Return the rule of an update with gradients of this `scale`, () float32, None for 1."""
-        given = {"step": state.step, "grad_scale": scale, "skip": skip, "axes": dimensions.split}
-        return cls(optimizer, list(structure.opt), dimensions.share, given, values, divisor)
-
-    def __call__(
-        self, pieces: list[Piece], grads: list[Tensor], columns: list[Column], device: torch.device
-    ) -> list[Column]:
-        """Return the columns that the optimizer returned."""
-        if device not in self.on:
-            moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.given.items()}
-            self.on[device] = moved | self.optimizer.given(self.values.to(device))
-        if self.divisor is not None:
-            for x in grads:
-                x.div_(self.divisor.to(device))
-        inside = [x.segments for x in pieces]
-        params, opt = returned.update(
-            self.optimizer,
-            grads,
-            dict(zip(self.slots, columns[1:], strict=True)),
-            [x for x in columns[0] if x is not None],
-            segments=inside,
-            **self.on[device],
-        )
-        found: list[Column] = [list(params), *(opt[slot] for slot in self.slots)]
-        for column in found:
-            tie(self.share, self.optimizer, column, inside)
-        return found
+from fds.step.residency.contract import Residency
+from fds.step.residency.deferred import hear, heard
+from fds.step.residency.speculation import Granted, Speculation
+from fds.step.residency.visit import Visit
+from fds.step.seeds import guesses
+from fds.step.setup import Setup
+from fds.step.totals import Totals
 
 
 @attrs.define(eq=False)
-class NewLeaves:
-    """Leaves of the new state that an update writes: in the old state's memory where that is given up, or a pool's.
+class Update:
+    """The update of one call: some of it in backward, where the step speculates, and the rest once it has decided."""
 
-    Until they are updated they hold the old values, unless a residency reads these from `old`.
-    """
+    step: Stations
+    setup: Setup
+    ahead: Speculation | None = None
+    failed: Tensor | None = None  # whether the step has decided otherwise than was taken for granted, () bool
+    skip: Tensor | None = None
+    leaves: Any = None  # `NewLeaves`, once there is memory of the next state
 
-    structure: Structure
-    place: Place
-    lives: Lives
-    over: bool  # whether they are the old state's memory
-    trained: list[Tensor]
-    opt: dict[str, dict[str, Tensor]]
-    after: dict[str, Any]  # slot -> what follows an update, all of it at once
-    pieces: dict[str, Any]  # slot -> what follows it chunk by chunk: its memory, not what it holds until then
-    flat: list[Tensor]  # all of them, in this order
-    old: list[Tensor]  # the old values of all of them
-    known: KnownMemory | None  # of their memory, where the new state may be given up
+    def __attrs_post_init__(self) -> None:
+        if self.step.place.speculate:
+            self.ahead = self._speculation()
 
-    def update(
-        self,
-        state: State,
-        optimizer: Optimizer,
-        grads: Gradients,
-        chunks: list[list[Piece]],
-        dimensions: Dimensions,
-        *,
-        skip: Tensor | None,
-        values: Values,
-        exchange: Exchange | None = None,
-        again: Collection[int] | None = None,
-    ) -> None:
-        """Update parameters and optimizer state; from the first write on, a state that is given up is marked so.
+    def run(self, local: LocalGradients, decision: Decision) -> None:
+        """Map the gradients, and update parameters and optimizer state by them."""
+        step, setup, structure = self.step, self.setup, self.setup.held.structure
+        self.skip, landing = decision.skip, local.landing
+        grads = local.for_maps(decision, structure.segments, step.dimensions)
+        try:
+            versions = [] if self.ahead is None else list(map(tree.version_of, local.leaves))
+            grads = self._mapped(grads, setup.call)
+            if self.ahead is not None:
+                written = versions != list(map(tree.version_of, local.leaves))
+                changed = written or any(x is not y for x, y in zip(grads.leaves, local.leaves, strict=True))
+                self.failed = self.ahead.fails(grads.scale, decision.skip, setup.call.device, changed=changed)
+            grads = grads.settled()
+            if landing is not None:  # what a map changed, or what was divided, is on its way
+                landing.settle()
+        except BaseException:
+            if landing is not None:
+                landing.close()
+            raise
 
-        Of what was updated ahead, chunks with these slices are updated `again`; None for all.
-        """
-        structure, n, segments = self.structure, len(self.trained), self.structure.segments
-        flat, flat_opt = self.flat[:n], structure.align(self.flat[n:])
-        if self.lives.visited:
-            columns: list[Column] = [list(flat), *flat_opt.values()]
-            old: list[Column] = [list(self.old[:n]), *structure.align(self.old[n:]).values()]
-            find = functools.partial(chunks_of_leaves, self.lives, columns, old, chunks)
-            ahead = [one for one in find(ahead=True) if again is None or any(x.index in again for x in one.pieces)]
-            rule = Rule.of(optimizer, structure, dimensions, state, values, scale=grads.scale, skip=skip)
-            return Visit([*ahead, *find(ahead=False)], rule, lambda: self.give_up(state)).finish(
-                dict(enumerate(grads.leaves))
-            )
-        now: dict[str, Any] = {"step": state.step, "grad_scale": grads.scale, "skip": skip, "axes": dimensions.split}
-        now |= optimizer.given(values)
-        if exchange is not None:
-            now["exchange"] = exchange
-        self.give_up(state)
-        new, new_opt = returned.update(optimizer, grads.leaves, flat_opt, flat, segments=segments, **now)
-        for slices in (new, *new_opt.values()):
-            tie(dimensions.share, optimizer, slices, segments)
-        if new is not flat or new_opt is not flat_opt:  # ours write in place and return what they were given
-            self.trained = [x.view(old.shape) for x, old in zip(new, self.trained, strict=True)]
-            self.opt, self.known = structure.name_slots(new_opt), None
-        return None
+        ahead = None if self.ahead is None else self.ahead.apart
+        self.leaves = next_leaves(step, setup.state, setup.held, setup.residency, ahead)
+        self._write(grads)
+        step.runtime.pool.weigh_down(grads.leaves)
 
-    def synchronize(self, one: Synchronize, *, skip: Tensor | None, call: Call) -> None:
-        """Let ranks with parameters of their own agree on what was updated."""
-        opt = self.structure.align(
-            [self.opt[slot][name].view(-1) for slot, want in self.structure.opt.items() for name in want.names]
+    def follow(self, slots: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return parameters and slots of the next state, given what was settled of these: what follows the update."""
+        step, setup, leaves, skip = self.step, self.setup, self.leaves, self.skip
+        slots |= leaves.after
+        if step.synchronize is not None:  # before averages, which are of what ranks have agreed on
+            leaves.synchronize(step.synchronize, skip=skip, call=setup.call)
+        params = setup.held.structure.put(setup.held.parts, leaves.trained)
+        for i, one in enumerate(step.after):
+            call = setup.call.after(slots).given_to(one, "after", i, *step.dimensions.coordinates)
+            with seeded(call, [one]):
+                chunks = step.chunks(setup.held.structure)
+                slots[one.slot] = leaves.follow(one, slots[one.slot], params, chunks, skip=skip, call=call)
+        if setup.residency.kinds:
+            hear(setup.residency, step.everyone)
+        return params, slots
+
+    def state(self, params: Any, slots: dict[str, Any], buffers: dict[str, Tensor]) -> State:
+        """Return the next state."""
+        old, skip = self.setup.state, self.skip
+        if skip is not None and buffers:
+            buffers = {k: torch.where(skip, old.buffers[k], b) for k, b in buffers.items()}
+        return State(
+            step=old.step + (1 if skip is None else ~skip),
+            calls=old.calls + 1,
+            params=params,
+            opt=self.leaves.opt,
+            buffers=buffers,
+            slots=slots,
+            key=old.key,
+            token=self.leaves.token(old),
         )
-        one(self.structure, [x.view(-1) for x in self.trained], opt, skip=skip, call=call)
 
-    def follow(
-        self, one: After, slot: Any, params: Any, chunks: list[list[Piece]], *, skip: Tensor | None, call: Call
-    ) -> Any:
-        """Return what a slot becomes that follows the update to new parameters: at once, or in the chunks of that."""
-        lives = self.lives.after.get(one.slot)
-        if lives is None:
-            return contracts.remembered(one(slot, params, skip, call), self.after[one.slot], one)
+    @in_range("optimizer")
+    def _write(self, grads: Gradients) -> None:
+        """Run the optimizer: from here on the new state's memory is written."""
+        step, setup, structure = self.step, self.setup, self.setup.held.structure
+        with seeded(setup.call, [step.optimizer], "optimizer", *step.dimensions.coordinates):
+            self.leaves.update(
+                setup.state,
+                structure.optimizer,
+                grads,
+                step.chunks(structure),
+                step.dimensions,
+                skip=self.skip,
+                values=setup.values,
+                exchange=setup.own_sums.exchange,
+                again=None if self.ahead is None or self.failed is None else self.ahead.again(self.failed),
+            )
 
-        def run(pieces: list[Piece], given: list[Tensor], columns: list[Column], device: torch.device) -> list[Column]:
-            skipped = None if skip is None else skip.to(device)
-            return [contracts.remembered(one(columns[0], given, skipped, call), columns[0], one)]
+    def _mapped(self, grads: Gradients, call: Call) -> Gradients:
+        """Return what all gradient maps make of gradients."""
+        unmapped = grads
+        for i, one in enumerate(self.step.condition):
+            own = call.given_to(one, "condition", i, *self.step.dimensions.coordinates)
+            own = own if may_note(one) else own.silent()
+            with seeded(own, [one]):
+                grads = conditioned(one, grads, unmapped, own, self.step.dimensions.share)
+        return grads
 
-        def flat(x: Any) -> list[Tensor]:
-            return [leaf.reshape(-1) for leaf in self.structure.like_parts(x)]
+    def _speculation(self) -> Speculation:
+        """Return the part of the update that begins in backward, by what is decided where the norm is 0."""
+        step, setup, structure = self.step, self.setup, self.setup.held.structure
+        device, call = setup.call.device, setup.call.keeping()
+        lives, chunks = (
+            attrs.evolve(step.lives(structure, setup.state), residency=setup.residency),
+            step.chunks(structure),
+        )
+        with heard(setup.residency, step.everyone):
+            apart = leaves_apart(lives, step.runtime.ahead, setup.held)
 
-        new = self.pieces[one.slot]
-        lives = attrs.evolve(lives, residency=self.lives.residency)
-        every = with_frozen(self.structure, chunks)
-        found = chunks_of_leaves(lives, [[*flat(new)]], [[*flat(slot)]], every, ahead=False)
-        Visit(found, run, lambda: None).finish(dict(enumerate(flat(params))))
-        return new
+        def grant(totals: Totals, own: Totals, predivide: float, wide: bool) -> Granted:
+            norm = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
+            decides = step.skips or guesses(own)
+            decision = Decision.of(totals, norm, setup.scale, predivide, device, decides=decides)
+            grads = self._mapped(Gradients([], decision.scale, decision.norm), call)
+            return Granted(grads.scale, decision.skip, wide)
 
-    def give_up(self, state: State) -> None:
-        """Mark a state that is given up as such, before the first of its tensors is written."""
-        if self.place.donate:
-            state.token.spent_at = int(state.calls)
-            state.token.memory = None
-        if self.over:
-            # fused kernels do not: a graph that saved these must fail
-            torch.autograd.graph.increment_version(self.flat)
+        def visits(granted: Granted) -> Visit:
+            rule = Rule.of(
+                structure.optimizer,
+                structure,
+                step.dimensions,
+                setup.state,
+                setup.values,
+                scale=granted.grad_scale,
+                skip=granted.skip,
+                divisor=granted.divisor,
+            )
+            return apart.visit(structure, lives, chunks, rule)
 
-    def token(self, state: State) -> Token:
-        """Return the token of the new state."""
-        state.token.became = self.place.donate  # if not, whoever gives it up later may fail
-        return Token.after(state, self.known) if self.over else Token(memory=self.known)
-
-
-def leaves_apart(lives: Lives, pool: Pool, held: StateTensors) -> Apart:
-    """Return memory for the leaves that are updated ahead: the pool's, with anything in it."""
-    every = [*held.structure.pick(held.parts), *held.opt]
-    index = [i for i in range(len(every)) if lives.apart and lives.apart[i]]
-    old = [every[i] for i in index]
-    tensors, buffers = _pooled(lives, pool, index, old, (held.structure, lives.device), every)
-    found = (tensors, buffers.flat, [x.reshape(-1) for x in old])
-    return Apart(*(dict(zip(index, some, strict=True)) for some in found))
+        return Speculation(apart, grant, visits, step.everyone)
 
 
-def new_leaves(
-    place: Place,
-    lives: Lives,
-    pool: Pool,
-    state: State,
-    held: StateTensors,
-    after: Sequence[After],
-    apart: Apart | None = None,
+def next_leaves(
+    step: Stations, state: State, held: StateTensors, residency: Residency | None = None, apart: Apart | None = None
 ) -> NewLeaves:
-    """Return the leaves of the new state, with the old values: the old state's own to write over, or the pool's.
+    """Return memory for what an update of a state writes, with the old values; some may be `apart` already.
 
-    Those that are `apart` are in memory of their own.
+    A `residency` stands in for that of the step, and all ranks hear of what fails there.
     """
-    over = state.token.memory is TAKEN or (place.donate and not state.token.readers)
-    if lives.writes_on_host:  # to memory that the device may still copy from
-        state.step.to("cpu")
-    structure = held.structure
-    averages = {one.slot: tree.flatten(state.slots[one.slot]) for one in after}
-    parts = [(state.params, structure.pick(held.parts)), (state.opt, list(held.opt))]  # each in two lists
-    parts += [(state.slots[name], list(leaves)) for name, (leaves, _) in averages.items()]
-    index = ALL
-    if apart is not None and apart.tensors:
-        index, parts = apart.others(parts)
-    if over:
-        tensors, known = writable(state, parts, structure, lists=2, copy=lambda j, x: lives.copy(index[j], x))
-        buffers = known.buffers
-        old = buffers.flat
-    else:
-        old = [x for _, some in parts for x in some]
-        others = () if apart is None else apart.tensors.values()
-        tensors, buffers = _pooled(lives, pool, index, old, (structure, *map(tree.device_of, old)), others)
-        known = KnownMemory.of(tensors, structure, buffers) if place.donate else None
-    flat = buffers.flat
-    if apart is not None and apart.tensors:
-        tensors, flat, old = apart.among(index, tensors, flat, old)
-    out = iter(tensors)
-    trained = list(islice(out, len(structure.trained)))
-    opt = {slot: dict(zip(want.names, out, strict=False)) for slot, want in structure.opt.items()}
-    built = {name: build(islice(out, len(leaves))) for name, (leaves, build) in averages.items()}
-    pieces = dict(zip(lives.after, map(built.pop, lives.after), strict=True))
-    return NewLeaves(structure, place, lives, over, trained, opt, built, pieces, flat, old, known)
+    lives = step.lives(held.structure, state)
+    make = functools.partial(new_leaves, step.place, pool=step.runtime.pool, state=state, held=held, after=step.after)
+    if residency is None or not residency.kinds:
+        return make(lives, apart=apart)
+    with heard(residency, step.everyone):
+        return make(attrs.evolve(lives, residency=residency), apart=apart)
 
 
-def _pooled(
-    lives: Lives, pool: Pool, index: Sequence[int], old: list[Tensor], kind: tuple[Any, ...], beside: Iterable[Tensor]
-) -> tuple[list[Tensor], Buffers]:
-    """Return a pool's memory for leaves of these indices, where they live, with the old values in those that want them.
+Map = Callable[[Gradients, Call], Gradients]
+Share = Callable[[str, Tensor], None]
 
-    Raises `ComposeError` where a residency makes memory for them that is that of others, `old` ones or those `beside`.
+
+def conditioned(one: Map, grads: Gradients, known: Gradients, call: Call, share: Share) -> Gradients:
+    """Return what a gradient map makes of gradients: all leaves at once, or as many as it `needs`.
+
+    `known` are those before all maps; `share` gives a leaf the values that it has on the first rank that holds it.
     """
-    if not lives.media:
-        return pool.copies(old, kind)
-    fresh: list[Tensor] = []
+    needs = getattr(one, "needs", None)
+    if grads.landing is None or needs == "norm":
+        found = contracts.gradients(one(grads, call), known, one)
+        tie(share, one, found.leaves, known.segments)
+        return found
+    if needs == "slices" and not random.draws(one) and grads.leaves:
+        return _one_at_a_time(one, grads.measured(), call, share)
+    landing = grads.landing
+    given = attrs.evolve(grads, leaves=[landing.value(i, x) for i, x in enumerate(grads.leaves)], landing=None)
+    found = conditioned(one, given, given, call, share)
+    return attrs.evolve(found, leaves=[landing.land(i, x) for i, x in enumerate(found.leaves)], landing=landing)
 
-    def make(j: int, x: Tensor) -> Tensor:
-        fresh.append(lives.make(index[j], x))
-        return fresh[-1]
 
-    tensors, buffers = pool.copies(old, kind, make=make, copied=lambda j: lives.is_copied(index[j]))
-    if fresh:
-        places = {x.data_ptr() for x in fresh}
-        made = [x.data_ptr() in places for x in tensors]
-        check_apart(lives.residency, compress(tensors, made), [*compress(tensors, map(not_, made)), *old, *beside])
-    return tensors, buffers
+def _one_at_a_time(one: Map, grads: Gradients, call: Call, share: Share) -> Gradients:
+    landing, leaves, found = grads.landing, list(grads.leaves), grads
+    assert landing is not None
+    for i, x in enumerate(leaves):
+        given = attrs.evolve(
+            grads,
+            leaves=[landing.value(i, x)],
+            segments=grads.segments[i : i + 1],
+            counted=grads.counted[i : i + 1],
+            landing=None,
+        )
+        found = conditioned(one, given, given, call, share)
+        leaves[i] = landing.land(i, found.leaves[0])
+    return attrs.evolve(grads, leaves=leaves, scale=found.scale, norm=found.norm)

@@ -37,7 +37,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory-written-while-it-is-copied",
-        "fds/step/update.py",
+        "fds/step/new_leaves.py",
         '        state.step.to("cpu")',
         "        pass",
         "the next state is written over parameters that an evaluation still copies",
@@ -125,9 +125,9 @@ MUTANTS = (
     ),
     Mutant(
         "ranks-do-not-hear-of-an-update",
-        "fds/step/program.py",
-        "            hear(residency, everyone)",
-        "            pass",
+        "fds/step/update.py",
+        "hear(setup.residency, step.everyone)",
+        "pass",
         "after a write that failed a rank goes on with zeros, and says nothing",
         "tests/laws/test_law_11_on_failing_disks.py -k no_room",
     ),

@@ -45,16 +45,16 @@ MUTANTS = (
     ),
     Mutant(
         "skip-counts-as-an-update",
-        "fds/step/program.py",
-        "step = state.step + (1 if skip is None else ~skip)",
-        "step = state.step + 1",
+        "fds/step/update.py",
+        "step=old.step + (1 if skip is None else ~skip)",
+        "step=old.step + 1",
         "a skipped step advances `step`, so learning rates and bias corrections run ahead",
         "tests/laws/test_law_3_loss_scale.py",
     ),
     Mutant(
         "skip-keeps-new-buffers",
-        "fds/step/program.py",
-        "buffers = {k: torch.where(skip, state.buffers[k], b) for k, b in buffers.items()}",
+        "fds/step/update.py",
+        "buffers = {k: torch.where(skip, old.buffers[k], b) for k, b in buffers.items()}",
         "pass",
         "module statistics of a skipped step are kept",
         "tests/laws/test_law_3_loss_scale.py",
@@ -205,7 +205,7 @@ MUTANTS = (
     ),
     Mutant(
         "donated-while-it-is-saved",
-        "fds/step/update.py",
+        "fds/step/new_leaves.py",
         "over = state.token.memory is TAKEN or (place.donate and not state.token.readers)",
         "over = state.token.memory is TAKEN or place.donate",
         "a donating step writes over what a save in the background still reads",
@@ -221,7 +221,7 @@ MUTANTS = (
     ),
     Mutant(
         "averages-read-from-new-memory",
-        "fds/step/update.py",
+        "fds/step/new_leaves.py",
         "[[*flat(new)]], [[*flat(slot)]]",
         "[[*flat(new)]], [[*flat(new)]]",
         "a pure step moves averages on from whatever was in their new memory",
@@ -261,7 +261,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradient-elsewhere-measured-too-early",
-        "fds/step/conditions.py",
+        "fds/step/update.py",
         "leaves[i] = landing.land(i, found.leaves[0])",
         "leaves[i] = landing.write(i, found.leaves[0]) or landing.leaves.get(i, found.leaves[0])",
         "the norm of a gradient elsewhere is that from before a map that changed it",
@@ -325,7 +325,7 @@ MUTANTS = (
     ),
     Mutant(
         "changed-gradients-under-way",
-        "fds/step/program.py",
+        "fds/step/update.py",
         "landing.settle()",
         "pass",
         "an update reads gradients elsewhere before what a map made of them is written",
@@ -333,7 +333,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory-ahead-of-another-device",
-        "fds/step/update.py",
+        "fds/step/new_leaves.py",
         "(held.structure, lives.device), every",
         "(held.structure,), every",
         "a step that moves to a GPU writes ahead into memory of the CPU",
@@ -341,7 +341,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradients-written-over-unseen",
-        "fds/step/program.py",
+        "fds/step/update.py",
         "changed = written or any(",
         "changed = any(",
         "what was updated ahead stays, though a map wrote into the gradients",

@@ -1,0 +1,108 @@
+"""The gradients of a batch: every microbatch forward and backward, and sums over the ranks that add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fds import tree
+from fds.step.all_stations import Stations
+from fds.step.execution import LocalGradients, Pass, PassResult, training
+from fds.step.parameters import open_parameters
+from fds.step.residency.deferred import heard
+from fds.step.residency.landing import Landing
+from fds.step.residency.speculation import Speculation
+from fds.step.seeds import Seeds, dtype_of
+from fds.step.setup import Setup
+from fds.step.sharding.buckets import Bucketed
+from fds.step.sums import InPlace
+
+
+def local_gradients(step: Stations, setup: Setup, batch: Any, ahead: Speculation | None) -> LocalGradients:
+    """Return the gradients of a batch, times the loss scale / divisor, summed over microbatches and ranks.
+
+    Those of an optimizer that ranks do not sum them for are each rank's own. What is updated `ahead` is updated when
+    this returns.
+    """
+    structure, local = setup.held.structure, setup.own_sums.are_local
+    landing, everyone = None, step.everyone
+    try:
+        ran, sums = _run(step, setup, batch, ahead)
+        landing = sums.landing
+        used, leaves = sums.used(), sums.finish()
+        wide = everyone is not None and torch.float64 in set(map(tree.dtype_of, leaves))
+        totals, wide = step.execute.agree(ran, everyone, step.runtime, wide=wide)
+        counted = step.dimensions.add_up(leaves, structure.segments, summed=not local)
+        if landing is not None:
+            leaves = landing.finish(leaves)
+        if ahead is not None:
+            ahead.settle()
+    except BaseException:
+        for one in filter(None, (landing, ahead)):
+            one.close()
+        raise
+    apart = step.dimensions.data if local else None
+    setup.drafts.written += filter(None, [sums.kept])
+    return LocalGradients(totals, leaves, used, counted, ran.buffers, sums.predivide, wide, landing, apart)
+
+
+def _run(step: Stations, setup: Setup, batch: Any, ahead: Speculation | None) -> tuple[PassResult, InPlace | Bucketed]:
+    """Run every microbatch forward and backward, and sum gradients over the ranks.
+
+    What only this needs (whole or low-precision parameters, microbatches, graphs) is gone when it returns.
+    """
+    state, structure, call, residency = setup.state, setup.held.structure, setup.call, setup.residency
+    dimensions, pool, asked = step.dimensions, step.runtime.pool, step.runtime.asked
+    microbatches, order = step.split_batch(call, batch), step.order("step", structure)
+    settings = step.settings(call, state.buffers, microbatches.count)
+    masters = step.masters(structure, setup.own_sums.seen(structure, setup.held.parts), call.device, residency)
+    params = open_parameters(step.gather, step.shard, structure, masters, pool, train=True, order=order)
+    kinds = step.execute.dtypes(params.trained, step.gather.dtype, dimensions.everyone, asked)
+    seeds = Seeds.of(
+        setup.scale,
+        microbatches.count,
+        kinds,
+        step.sum.dtype,
+        (step.reduce.dtype, *map(dtype_of, step.context)),
+        data=dimensions.data,
+        asked=asked,
+        order=None if step.execute.together else order,
+    )
+    landing = None
+    if "gradients" in residency.kinds or ahead is not None:
+        with heard(residency, step.everyone):
+            landing = _landing(step, setup, params.trained, ahead)
+    shard = None if setup.own_sums.are_local else step.shard
+    where = order, kinds, seeds, state.slots, landing, bool(masters.elsewhere)
+    reduce = step.reduce.drawing(call) if step.reduce.transport.draws else step.reduce
+    sums = reduce.sums(structure, shard, params.trained, step.sum.dtype, pool, *where)
+    run = Pass(
+        step.loss,
+        microbatches,
+        settings,
+        params,
+        structure.trained_names,
+        state.buffers,
+        step.microbatch(step.loss, structure),
+        order,
+        dimensions.everyone,
+        step.runtime,
+        sums,
+        seeds,
+        ahead,
+    )
+    with training(settings[0], params, sums, order):
+        return step.execute.train(run), sums
+
+
+def _landing(step: Stations, setup: Setup, trained: list[Tensor], ahead: Speculation | None) -> Landing:
+    """Return where the sums of gradients go as each is final."""
+    structure, device = setup.held.structure, setup.call.device
+    held = step.lives(structure, setup.state).landed
+    first = [members[0] for members in structure.members.values()] if structure.sharded else range(len(trained))
+    dtypes = [step.sum.dtype or trained[i].dtype for i in first]
+    late = [k for k, inside in enumerate(structure.segments) if inside and step.dimensions.is_late(inside[0].name)]
+    tell = None if ahead is None else ahead.tell
+    return Landing.of(setup.residency, structure, held, dtypes, device, late, step.runtime.gradients, tell)
