@@ -27,7 +27,7 @@ def local_gradients(step: Stations, setup: Setup, batch: Any, ahead: Speculation
     this returns.
     """
     structure, local = setup.held.structure, setup.own_sums.are_local
-    landing, everyone = None, step.everyone
+    landing, everyone = None, step.dimensions.everyone
     try:
         ran, sums = _run(step, setup, batch, ahead)
         landing = sums.landing

@@ -33,17 +33,9 @@ class OwnSums:
 
     @classmethod
     def of(
-        cls,
-        phases: Phases | None,
-        shard: Shard | None,
-        structure: Structure,
-        slots: Mapping[str, Any],
-        call: Call,
-        pool: Pool,
+        cls, phases: Phases, shard: Shard | None, structure: Structure, slots: Mapping[str, Any], call: Call, pool: Pool
     ) -> OwnSums:
-        """Return those of a call, given the slots of the state: none where gradients are summed."""
-        if phases is None or not phases.local(call.calls):
-            return SUMMED
+        """Return those of a call in which gradients are not summed, given the slots of the state."""
 
         def copied(x: Tensor) -> Tensor:
             return pool.take(x.numel(), x.dtype, x.device).view(x.shape).copy_(x)

@@ -12,7 +12,7 @@ from fds.step.call import Call, seeded
 from fds.step.checks import contracts
 from fds.step.checks.state_check import StateTensors
 from fds.step.drafts import Drafts
-from fds.step.own_sums import OwnSums
+from fds.step.own_sums import SUMMED, OwnSums
 from fds.step.residency.contract import Residency
 from fds.step.residency.deferred import deferred
 
@@ -42,8 +42,9 @@ class Setup:
         with seeded(call, step.optimizer.schedules(), "schedule"):
             values = step.optimizer.values(state.step)
         step.runtime.pool.sweep()
-        residency = deferred(step.place.residency, step.everyone)
-        sums = OwnSums.of(step.optimizer.phases, step.shard, held.structure, state.slots, call, step.runtime.pool)
-        if sums.new:
+        residency = deferred(step.place.residency, step.dimensions.everyone)
+        sums, phases = SUMMED, step.optimizer.phases
+        if phases is not None and phases.local(call.calls):
+            sums = OwnSums.of(phases, step.shard, held.structure, state.slots, call, step.runtime.pool)
             drafts.written.append(sums)
         return cls(state, held, call, drafts, scale, values, residency, sums)

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from fds import tree
+from fds import random, tree
 from fds.microbatches import Microbatches
 from fds.step.batch import Split, place
 from fds.step.call import Call, seeded
@@ -41,12 +41,14 @@ def split_batch(batch: Any, maps: tuple[Map, ...], split: Split, call: Call) -> 
 
 def cut(parts: list[Any], split: Split, call: Call) -> list[Any]:
     """Return the microbatches of mapped parts of a batch, each cut by `split`. Raises `BatchError`."""
+    if not random.draws(split):
+        return [x for part in parts for x in contracts.microbatches(split(part), split)]
     share, _ = call.dimensions.share_of_batch
-    found: list[Any] = []
-    for i, one in enumerate(parts):
+    microbatches: list[Any] = []
+    for i, part in enumerate(parts):
         with seeded(call, [split], "split", share, i):
-            found += contracts.microbatches(split(one), split)
-    return found
+            microbatches += contracts.microbatches(split(part), split)
+    return microbatches
 
 
 def _mapped(batch: Any, maps: tuple[Map, ...], call: Call, part: int) -> Any:
