@@ -46,7 +46,7 @@ class Update:
 
     def __attrs_post_init__(self) -> None:
         if self.step.place.speculate:
-            self.ahead = self._speculation()
+            self.ahead = _speculation(self.step, self.setup)
 
     def run(self, local: LocalGradients, decision: Decision) -> None:
         """Map the gradients, and update parameters and optimizer state by them."""
@@ -55,7 +55,7 @@ class Update:
         grads = local.for_maps(decision, structure.segments, step.dimensions)
         try:
             versions = [] if self.ahead is None else list(map(tree.version_of, local.leaves))
-            grads = self._mapped(grads, setup.call)
+            grads = _mapped(step, grads, setup.call)
             if self.ahead is not None:
                 written = versions != list(map(tree.version_of, local.leaves))
                 changed = written or any(x is not y for x, y in zip(grads.leaves, local.leaves, strict=True))
@@ -122,48 +122,47 @@ class Update:
                 again=None if self.ahead is None or self.failed is None else self.ahead.again(self.failed),
             )
 
-    def _mapped(self, grads: Gradients, call: Call) -> Gradients:
-        """Return what all gradient maps make of gradients."""
-        unmapped = grads
-        for i, one in enumerate(self.step.condition):
-            own = call.given_to(one, "condition", i, *self.step.dimensions.coordinates)
-            own = own if may_note(one) else own.silent()
-            with seeded(own, [one]):
-                grads = conditioned(one, grads, unmapped, own, self.step.dimensions.share)
-        return grads
 
-    def _speculation(self) -> Speculation:
-        """Return the part of the update that begins in backward, by what is decided where the norm is 0."""
-        step, setup, structure = self.step, self.setup, self.setup.held.structure
-        device, call = setup.call.device, setup.call.keeping()
-        lives, chunks = (
-            attrs.evolve(step.lives(structure, setup.state), residency=setup.residency),
-            step.chunks(structure),
+def _mapped(step: Stations, grads: Gradients, call: Call) -> Gradients:
+    """Return what all gradient maps make of gradients."""
+    unmapped = grads
+    for i, one in enumerate(step.condition):
+        own = call.given_to(one, "condition", i, *step.dimensions.coordinates)
+        own = own if may_note(one) else own.silent()
+        with seeded(own, [one]):
+            grads = conditioned(one, grads, unmapped, own, step.dimensions.share)
+    return grads
+
+
+def _speculation(step: Stations, setup: Setup) -> Speculation:
+    """Return the part of an update that begins in backward, by what is decided where the norm is 0."""
+    structure, device, call = setup.held.structure, setup.call.device, setup.call.keeping()
+    lives = attrs.evolve(step.lives(structure, setup.state), residency=setup.residency)
+    chunks = step.chunks(structure)
+    with heard(setup.residency, step.everyone):
+        apart = leaves_apart(lives, step.runtime.ahead, setup.held)
+
+    def grant(totals: Totals, own: Totals, predivide: float, wide: bool) -> Granted:
+        norm = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
+        decides = step.skips or guesses(own)
+        decision = Decision.of(totals, norm, setup.scale, predivide, device, decides=decides)
+        grads = _mapped(step, Gradients([], decision.scale, decision.norm), call)
+        return Granted(grads.scale, decision.skip, wide)
+
+    def visits(granted: Granted) -> Visit:
+        rule = Rule.of(
+            structure.optimizer,
+            structure,
+            step.dimensions,
+            setup.state,
+            setup.values,
+            scale=granted.grad_scale,
+            skip=granted.skip,
+            divisor=granted.divisor,
         )
-        with heard(setup.residency, step.everyone):
-            apart = leaves_apart(lives, step.runtime.ahead, setup.held)
+        return apart.visit(structure, lives, chunks, rule)
 
-        def grant(totals: Totals, own: Totals, predivide: float, wide: bool) -> Granted:
-            norm = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
-            decides = step.skips or guesses(own)
-            decision = Decision.of(totals, norm, setup.scale, predivide, device, decides=decides)
-            grads = self._mapped(Gradients([], decision.scale, decision.norm), call)
-            return Granted(grads.scale, decision.skip, wide)
-
-        def visits(granted: Granted) -> Visit:
-            rule = Rule.of(
-                structure.optimizer,
-                structure,
-                step.dimensions,
-                setup.state,
-                setup.values,
-                scale=granted.grad_scale,
-                skip=granted.skip,
-                divisor=granted.divisor,
-            )
-            return apart.visit(structure, lives, chunks, rule)
-
-        return Speculation(apart, grant, visits, step.everyone)
+    return Speculation(apart, grant, visits, step.everyone)
 
 
 def next_leaves(
