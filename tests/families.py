@@ -65,6 +65,7 @@ SENT = [
     *(Place(copies=2, dp=2, stage=stage, shard=WAYS[stage]) for stage in range(4)),
     *(Place(pp=2, dp=2, stage=stage, pipe=plans.one_f_one_b, shard=WAYS[stage]) for stage in (0, 2)),
 ]
+PREDIVIDED = [Place(dp=2, stage=stage, shard={**WAYS[stage], "predivide": 3.0}) for stage in range(4)]
 TURNS = [
     {"every": 2},
     {"every": 3, "fragments": 2},
@@ -140,6 +141,7 @@ FAMILIES = {
     ),
     "local": Family(30, LAYERED, APART, SEPARATE, may=USUAL, calls=6),
     "transports": Family(44, LAYERED, SENT, SEPARATE, may=USUAL),
+    "divided transports": Family(4, LAYERED, PREDIVIDED, SEPARATE, may=USUAL),
     "tensor": Family(14, [transformed], DIVIDED, ["adamw", "lamb", "momentum", "muon_in_blocks"], may=USUAL),
     "pairs": Family(12, [pairs], PIECES, EVERY, may=[x for x in USUAL if x not in ("half", "precision")]),
     "sequences": Family(12, [sequences], CUT, SEPARATE, may=USUAL, calls=3),
