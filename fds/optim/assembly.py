@@ -80,20 +80,20 @@ class Call:
         return cls(text, hyper, {p: x for p, x in arguments.items() if p not in hyper and p != "betas"})
 
 
-def check_numbers(factory: str, *, low: float = 0.0, high: float = inf, schedule: bool = True, **values: Any) -> None:
-    """Raise `OptimizerError` for a value outside [low, high), and for a schedule unless `schedule`.
+def check_numbers(factory: str, *, high: float = inf, schedule: bool = True, **values: Any) -> None:
+    """Raise `OptimizerError` for a value outside [0, high), and for a schedule unless `schedule`.
 
     Where a schedule is allowed a 0-d tensor is too; it is read once.
 
     >>> check_numbers("adam", eps=1e-8, schedule=False)
     """
-    bounds = f"a number of at least {low:g}" if high == inf else f"a number in [{low:g}, {high:g})"
+    bounds = "a number of at least 0" if high == inf else f"a number in [0, {high:g})"
     for name, value in values.items():
         if callable(value) and schedule:
             continue
         if isinstance(value, Tensor) and value.dim() == 0 and value.dtype != torch.bool and schedule:
             value = float(value)
-        if is_number(value) and low <= value < high:
+        if is_number(value) and 0 <= value < high:
             continue
         raise OptimizerError(
             f"{factory}: {name} is out of range",

@@ -320,12 +320,12 @@ def scalars(param: Tensor, **named: Tensor | None) -> None:
             )
 
 
-def numbers(*, low: float = 0.0, high: float = inf, **named: float) -> None:
-    """Raise `KernelError` unless all are Python numbers in [low, high)."""
+def numbers(*, high: float = inf, **named: float) -> None:
+    """Raise `KernelError` unless all are Python numbers in [0, high)."""
     for name, x in named.items():
-        if not is_number(x) or not low <= x < high:
+        if not is_number(x) or not 0 <= x < high:
             raise KernelError(f"{name} is out of range", where=name, got=repr(x),
-                              want=f"a Python number in [{low:g}, {high:g})")
+                              want=f"a Python number in [0, {high:g})")
 
 
 def wide(*tensors: Tensor) -> list[Tensor]:
