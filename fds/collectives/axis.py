@@ -7,13 +7,14 @@ import itertools
 import json
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.collectives import dry, worlds
 from fds.collectives.links import DONE, Collective, Exchange, Link, Work
 from fds.collectives.reductions import COMBINE
@@ -198,14 +199,35 @@ class Axis:
         """
         if self._link is None or _now.alone:
             return [obj]
-        text = json.dumps(obj)
+        link, text = self._link, json.dumps(obj)
         sent = Collective("exchange", self.name, (len(text),), how=what, what=what or self.purpose)
-        exchange = Exchange(self._link, attrs.evolve(sent, shape=()), text)  # lengths differ between ranks
+        alike = attrs.evolve(sent, shape=())  # lengths differ between ranks
+        return self._exchange(sent, Exchange(alike, lambda: list(map(json.loads, link.exchange(alike, text)))))
+
+    def exchange_numbers(self, numbers: Sequence[int], what: str = "") -> list[list[int]]:
+        """Return the numbers of all ranks, as many on each and of 64 bits, in order: `exchange` in one small message.
+
+        It runs on the host and waits for no device. Raises `RankError` as `exchange` does.
+        """
+        if self._link is None or _now.alone:
+            return [list(numbers)]
+        link, shape = self._link, (self.size, len(numbers))
+        sent = Collective("all_gather", self.name, shape[1:], torch.int64, what, what=what or self.purpose)
+
+        def send() -> list[list[int]]:
+            mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            everyones = torch.empty(shape, dtype=torch.int64, device="cpu")
+            link.start(sent, everyones.view(-1), mine).wait()
+            return tree.values_of(everyones)
+
+        return self._exchange(sent, Exchange(sent, send))
+
+    def _exchange(self, sent: Collective, exchange: Exchange) -> list[Any]:
         if (heard := dry.dry.get()) is not None:
             return dry.again(heard, exchange.collective)
         self._count(sent)
         self._watched(sent, exchange).wait()
-        return [json.loads(other) for other in exchange.replies]
+        return exchange.replies
 
     def _start(
         self, op: str, like: Tensor, out: Tensor, x: Tensor, *, how: str = "", peer: int = -1, what: str = ""

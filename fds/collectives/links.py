@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -63,16 +64,15 @@ class Link(Protocol):
 
 @attrs.define(eq=False)
 class Exchange:
-    """Texts that all ranks send each other while this one waits."""
+    """Values on the host that all ranks send each other while this one waits."""
 
-    link: Link
     collective: Collective
-    text: str  # of this rank
-    replies: list[str] = attrs.field(factory=list)  # of all, in the order of the axis
+    send: Callable[[], list[Any]]  # returns those of all, in the order of the axis
+    replies: list[Any] = attrs.field(factory=list)
 
     def wait(self) -> None:
-        """Exchange the texts. Raises `RankError`."""
-        self.replies = self.link.exchange(self.collective, self.text)
+        """Exchange the values. Raises `RankError`."""
+        self.replies = self.send()
 
     def done(self) -> bool:
         """Return False: it begins when it is waited for."""

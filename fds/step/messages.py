@@ -16,6 +16,7 @@ from fds.step.all_stations import Stations
 from fds.step.drafts import Drafts
 from fds.step.seeds import Seeds
 from fds.step.sharding.footprint import seen_dtype, sum_dtype
+from fds.step.sharding.order import Want
 from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import Leg
 from fds.step.structure import Structure
@@ -109,9 +110,10 @@ def _of_buckets(step: Stations, structure: Structure, shard: Shard) -> Iterator[
         if not shard.slices_state:
             yield from leg("spread", i, sent)
         yield from leg("combine", i, summed if shard.slices_state else sent)
-    if shard.reduces_each_microbatch:  # in an order of their own, whose end all come to
+    if shard.reduces_each_microbatch and not (learned and learned.final):  # in an order whose ends all come to
         ends = 1 if plan is None or learned is None else len(learned.ends)
-        yield Expected.of(shard.axis, "exchange", count=ends, what="step")
+        numel = len(attrs.fields(Want))
+        yield Expected.of(shard.axis, "all_gather", numel, torch.int64, count=ends, what="step")
 
 
 def _of_shared(step: Stations, structure: Structure) -> Iterator[Expected]:

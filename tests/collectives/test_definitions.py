@@ -167,7 +167,7 @@ def test_an_axis_of_one_rank_gives_back_what_it_got():
     }.items():
         assert CASES[name].function(x, a, *arguments) is x
     assert a.all_reduce(x) is x
-    assert a.exchange({"a": 1}) == [{"a": 1}]
+    assert a.exchange({"a": 1}) == [{"a": 1}] and a.exchange_numbers([1, -2]) == [[1, -2]]
     a.barrier()
     c.barrier(a)
 
@@ -187,6 +187,16 @@ def test_values_of_python_are_exchanged_in_rank_order():
 
     want = [{"rank": i, "text": "ä" * i, "list": [1.5, None]} for i in range(3)]
     assert c.simulate(run, 3) == [want] * 3
+
+
+def test_numbers_are_exchanged_in_rank_order_and_for_one_purpose():
+    def run(purpose=lambda rank: "step"):
+        rank = axis().index
+        return axis().exchange_numbers([rank, -(2**62)], purpose(rank))
+
+    assert c.simulate(run, 3) == [[[i, -(2**62)] for i in range(3)]] * 3
+    with pytest.raises(FdsError, match="different collectives"):
+        c.simulate(lambda: run(str), 2)
 
 
 REFUSED = {

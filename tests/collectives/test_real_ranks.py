@@ -65,6 +65,7 @@ def use_the_raw_core(sizes: tuple[int, ...]) -> list:
                     outs.append(arrived)
                 results += [*outs, *reduced, copied]
         results.append(torch.tensor(a.exchange(mesh.rank)))
+        results.append(torch.tensor(a.exchange_numbers([mesh.rank, 2**62])))
     for work in works:
         work.wait()
     mesh["a"].barrier()

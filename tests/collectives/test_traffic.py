@@ -25,11 +25,12 @@ def test_each_rank_counts_what_it_sends():
                 c.recv(x, a, 0)
             a.barrier()
             a.exchange([1])
+            a.exchange_numbers([1, 2, 3])
         return traffic.counts, traffic.bytes_sent
 
     for rank, (counts, total) in enumerate(c.simulate(run, 3)):
         want = {
-            "all_gather": Count(2, 48 * 2 + 96 * 2),
+            "all_gather": Count(3, 48 * 2 + 96 * 2 + 24 * 2),  # the third of numbers on the host, 8 bytes each
             "reduce_scatter": Count(1, 16 * 2),
             "all_reduce": Count(2, 48 * 2 + 4 * 400_000),
             "all_to_all": Count(1, 16 * 2),

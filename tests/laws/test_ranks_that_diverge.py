@@ -1,4 +1,4 @@
-"""At stage 3 every rank may use other parameters, in another order, as often as it likes: nobody hangs."""
+"""At stages 2 and 3 every rank may use other parameters, in another order, as often as it likes: nobody hangs."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fds
 from fds import transports
+from fds.collectives.traffic import Traffic, counting
 from tests.bits import assert_rounding, assert_same_bits
 
 LAYERS = 5
@@ -27,6 +28,22 @@ def loss_fn(params, batch):
         layer = lambda x, i=i: x + torch.tanh(x @ params[str(i)]["w"] + params[str(i)]["b"])
         x = checkpoint(layer, x, use_reentrant=False) if n % 3 == 2 else layer(x)
     return (x**2).mean()
+
+
+class Rounds(Traffic):
+    """Counts the messages in which ranks ask each other for an event."""
+
+    def add(self, collective, axis):
+        if collective.what == "step" and collective.op == "all_gather":
+            super().add(collective, axis)
+
+
+def rounds_of(call):
+    """Return what a call returns, and in how many rounds ranks asked each other."""
+    rounds = Rounds()
+    with counting(rounds):
+        result = call()
+    return result, rounds["all_gather", "dp"].calls
 
 
 def rows(paths):
@@ -102,16 +119,15 @@ def test_second_messages_keep_the_order_of_ranks_that_wait_at_times_of_their_own
 
 @pytest.mark.parametrize(("first", "then"), [([0, 1, 2, 3], [4, 2, 0]), ([0, 1], [0, 1, 2, 3])])
 def test_the_order_is_learned_in_one_step_and_again_when_it_changes(first, then):
-    """A step that follows the plan asks nobody: of its messages only one is an exchange, the last."""
+    """A step that follows the plan asks nobody: there is but one round, the last."""
 
     def run():
         axis = fds.mesh(dp=-1)["dp"]
         step = fds.compose(fds.shard_optimizer(axis, stage=3, bucket_bytes=800), fds.sgd(0.1))(loss_fn)
         state, asked = step.init(PARAMS), []
         for path in [first] * 3 + [then] * 3:
-            with fds.collectives.counted() as traffic:
-                state, _ = step(state, rows([path]))
-            asked.append(traffic["exchange", "dp"].calls)
+            (state, _), rounds = rounds_of(lambda state=state, path=path: step(state, rows([path])))
+            asked.append(rounds)
         return asked
 
     for asked in fds.simulate(run, 2):
@@ -129,13 +145,106 @@ def test_a_step_like_the_one_before_asks_nobody_however_far_it_looks_ahead(prefe
         state, told = step.init(PARAMS), []
         for _ in range(5):
             with fds.collectives.counted() as traffic:
-                state, _ = step(state, rows([[0, 1, 2, 3, 4]]))
-            told.append((traffic["exchange", "dp"].calls, traffic["all_gather", "dp"].calls))
+                (state, _), rounds = rounds_of(lambda state=state: step(state, rows([[0, 1, 2, 3, 4]])))
+            told.append((rounds, traffic["all_gather", "dp"].calls))
         return told[1:]
 
     for told in fds.simulate(run, 2):
         assert {asked for asked, _ in told} == {1}
         assert len({gathered for _, gathered in told}) == 1
+
+
+ALL = list(range(LAYERS))
+STEPS = st.lists(st.lists(st.lists(st.integers(0, LAYERS - 1), max_size=6), min_size=4, max_size=4), max_size=3)
+
+
+@given(STEPS, st.sampled_from([300, 800]), st.booleans())
+def test_at_stage_2_nobody_asks_for_anything_after_a_call_in_which_all_parameters_were_used(later, size, reentrant):
+    """Whatever the paths are then: some ranks skip what others use, use it in another order, or nothing at all."""
+    some = [path if path else [0] for path in ([], *[[1, 0]] * 3)]  # reentrant: gradients come in several parts
+    steps = [[ALL] * 4, *later, some]
+
+    def loss(params, batch):
+        if not reentrant:
+            return loss_fn(params, batch)
+        layer = lambda x: x + torch.tanh(x @ params["0"]["w"] + params["0"]["b"])
+        x = checkpoint(layer, batch["x"].detach().requires_grad_(), use_reentrant=True)
+        return loss_fn(params, {**batch, "x": x})
+
+    def run():
+        axis = fds.mesh(dp=-1)["dp"]
+        step = fds.compose(
+            fds.accumulate(2),
+            fds.shard_optimizer(axis, stage=2, bucket_bytes=size),
+            fds.clip_by_global_norm(1.0),
+            fds.sgd(0.1),
+        )(loss)
+        state, asked = step.init(PARAMS), []
+        for paths in steps:
+            mine = {k: v[2 * axis.index : 2 * axis.index + 2] for k, v in rows(paths).items()}
+            (state, _), rounds = rounds_of(lambda state=state, mine=mine: step(state, mine))
+            asked.append(rounds)
+        return step.params(state), asked
+
+    (params, asked), (others, same) = fds.simulate(run, 2)
+    assert_same_bits(params, others)
+    assert asked == same and asked[0] > 1
+    assert all(asked[1:]) if reentrant else not any(asked[1:])
+    plain = fds.compose(fds.accumulate(4), fds.clip_by_global_norm(1.0), fds.sgd(0.1))(loss)
+    state = plain.init(PARAMS)
+    for paths in steps:
+        state, _ = plain(state, rows(paths))
+    assert_rounding(params, state.params, additions=20_000, scale=4.0)
+
+
+@pytest.mark.parametrize("first", [ALL[:4], ALL])
+def test_at_stage_2_buckets_that_nobody_uses_are_not_sent_and_may_be_asked_for_in_one_message_a_call(first):
+    def run():
+        axis = fds.mesh(dp=-1)["dp"]
+        step = fds.compose(fds.shard_optimizer(axis, stage=2, bucket_bytes=300), fds.sgd(0.1))(loss_fn)
+        state, asked, sent = step.init(PARAMS), [], []
+        for path in [first, first, ALL if axis.index else first]:
+            with fds.collectives.counted() as traffic:
+                (state, _), rounds = rounds_of(lambda state=state, path=path: step(state, rows([path])))
+            asked.append(rounds)
+            sent.append(traffic["reduce_scatter", "dp"].calls)
+        return asked[1:], sent[1]
+
+    for asked, sent in fds.simulate(run, 2):
+        assert sent == 2 * len(first)
+        assert asked == [0, 0] if first == ALL else asked[0] == 1 < asked[1]
+
+
+def test_at_stage_2_a_gradient_that_comes_after_its_bucket_was_reduced_is_an_error_and_not_another_number():
+    """Of a backward inside a backward, which the first call could not know of."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.w = w
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            torch.autograd.backward([ctx.w.sum()], inputs=[ctx.w])
+            return grad, None
+
+    def run():
+        calls = iter([False, True])
+
+        def loss(p, x):
+            x = x.detach().requires_grad_()
+            y = Twice.apply(x, p["1"]["w"]) if next(calls) else x
+            return (y @ p["0"]["w"] @ p["1"]["w"]).sum()
+
+        params = {i: {"w": PARAMS[i]["w"]} for i in "01"}
+        axis = fds.mesh(dp=-1)["dp"]
+        step = fds.compose(fds.shard_optimizer(axis, stage=2, bucket_bytes=300), fds.sgd(0.1))(loss)
+        state, _ = step(step.init(params), torch.ones(1, 6, dtype=torch.float64))
+        step(state, torch.ones(1, 6, dtype=torch.float64))
+
+    with pytest.raises(fds.errors.LossError, match="came twice in one backward"):
+        fds.simulate(run, 2)
 
 
 def test_two_models_of_one_step_have_an_order_each():

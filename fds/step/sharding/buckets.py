@@ -17,7 +17,7 @@ from fds.step.ranges import in_range
 from fds.step.residency.landing import Landing
 from fds.step.sharding.flight import Filling, Flight
 from fds.step.sharding.kept import Kept
-from fds.step.sharding.order import Order
+from fds.step.sharding.order import LearnedOrder, Order
 from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import Relay, Transport
 from fds.step.structure import Structure
@@ -33,7 +33,8 @@ class Bucketed:
 
     Stages 0 and 1 hold every bucket and reduce it in the last backward, in one fixed order, the last bucket first.
     Stages 2 and 3 reduce every microbatch, hold the sums of their own slices and two buckets, one in `.grad`, one on
-    its way, in an `order` that ranks learn: what arrives for a bucket that was reduced already is reduced by itself.
+    its way, in an `order` that ranks learn: what arrives for a bucket that was reduced already is reduced by itself,
+    unless that order is final. A bucket whose turn in a fixed or final order has not come is held until it has.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class Bucketed:
     ):
         assert structure.layout is not None
         self.places = structure.places
-        self.shard, self.transport, self.pool, self.order = shard, transport, pool, order
+        self.shard, self.transport, self.pool, self.each = shard, transport, pool, shard.reduces_each_microbatch
         self.buckets = {i: b for i, b in enumerate(structure.layout.buckets) if b.trained}
+        self.order = order or Order(shard.axis, LearnedOrder.of_reductions(sorted(self.buckets, reverse=True)))
         self.given = list(leaves)  # in the order of the structure's trained names
         self.leaves = {i: [leaves[k] for k in members] for i, members in structure.members.items()}
         self.device = leaves[0].device if leaves else torch.device("cpu")
@@ -78,15 +80,16 @@ class Bucketed:
         self.enough = {i: len(b.leaves) for i, b in self.buckets.items()}  # of `awaited`: these are taken at once
         self.come: dict[int, int] = {}  # how many of `awaited` have come in this microbatch, as far as was looked
         self.hooked: set[tuple[int, int]] = set()
-        self.turn: list[int] = []  # stages 0 and 1: what is still to be launched, next one last
+        self.reduced: list[int] = []  # buckets, in this microbatch
+        self.regular = self.each and not shard.gathers_on_use  # each one once, with all that it has, in each microbatch
         self.reducing = False
         self.adding = False
         self.in_parts = False
-        if order is not None:
-            order.joins["reduce"] = self._launch
-            if order.memory.used is not None:  # a bucket is full when those have come that came last time
-                self.awaited = {i: sorted(order.memory.used[i]) or all_ for i, all_ in self.awaited.items()}
-                self.enough = {i: len(awaited) for i, awaited in self.awaited.items()}
+        self.order.joins["reduce"] = self._launch
+        memory = self.order.memory
+        if memory.used is not None and not memory.final:  # a bucket is full when those have come that came last time
+            self.awaited = {i: sorted(memory.used[i]) or all_ for i, all_ in self.awaited.items()}
+            self.enough = {i: len(awaited) for i, awaited in self.awaited.items()}
 
     def add(self, backward: Callable[[list[Tensor]], None], *, last: bool, in_parts: bool = False) -> None:
         """Add the gradients that `backward(leaves)` puts into `.grad`, of one microbatch; reduce what is full.
@@ -96,13 +99,11 @@ class Bucketed:
         """
         if list(map(tree.grad_of, self.given)).count(None) < len(self.given):
             raise backward_inside()
-        if not (self.reducing and self.order is None):  # else the last backward failed, with some buckets under way
-            self.turn = sorted(self.buckets)
-        self.last, self.reducing = last, (last and not in_parts) or self.order is not None
+        self.last, self.reducing, self.reduced = last, (last and not in_parts) or self.each, []
         self.arrived, self.come = {i: set() for i in self.buckets}, dict.fromkeys(self.buckets, 0)
         if in_parts and not self.in_parts:
             self._hook_each()
-        for i, seen in self.seen.items() if self.order is None else ():
+        for i, seen in self.seen.items() if not self.each else ():
             if 0 < len(seen) < len(self.awaited[i]):  # else these would stay in `.grad`, beside their sums, to the end
                 self.awaited[i].sort(key=lambda j, seen=seen: (j not in seen, j))
                 self.enough[i] = len(seen)
@@ -119,15 +120,18 @@ class Bucketed:
             raise
         finally:
             self.adding = False
-        if self.order is not None:
+        if self.order.memory.final:
+            for i in self.buckets.keys() - self.reduced if last or self.each else ():
+                self.order.need(("reduce", i))
+        else:
             for i in self.kept.waiting() if last and self.kept is not None else ():
                 self._open(i)
             for i in sorted(self.filling, reverse=True):
                 if i in self.filling:
                     self.order.need(("reduce", i))
-        elif last:
-            while self.turn:
-                self._launch(self.turn.pop())
+            all_came = all(len(self.arrived[i]) == len(bucket.leaves) for i, bucket in self.buckets.items())
+            self.regular &= all_came and sorted(self.reduced) == sorted(self.buckets) and not in_parts
+            self.order.regular = self.regular and last
         self.reducing = False
 
     def used(self) -> list[bool]:
@@ -140,8 +144,7 @@ class Bucketed:
     def finish(self) -> list[Tensor]:
         """Return the reduced sums: of whole parameters at stage 0, of this rank's slices from stage 1 on."""
         self._land_all()
-        if self.order is not None:
-            self.order.memory.used = self.seen
+        self.order.memory.used = self.seen
         self.close()
         if not self.shard.slices_state:
             self._spread()
@@ -159,6 +162,7 @@ class Bucketed:
     def close(self) -> None:
         """Let go of the leaves, whose hooks lead here."""
         self.given, self.leaves = [], {}
+        self.order.joins.clear()
 
     def _hook(self, i: int, j: int) -> None:
         """Have a bucket looked at when the gradient of its leaf `j` comes."""
@@ -183,19 +187,14 @@ class Bucketed:
             come += 1
         self.come[i] = come
         if come >= self.enough[i]:
-            if self.order is not None:  # else three would be in memory: its gradients, the bucket, the one before
+            if self.each:  # else three would be in memory: its gradients, the bucket, the one before
                 self._land_all()
             self._take(i)
         if come < end:
             self._hook(i, awaited[come])
             return
-        if not self.reducing:
-            return
-        if self.order is not None:
+        if self.reducing:
             self.order.need(("reduce", i))
-            return
-        while self.turn and self.come[self.turn[-1]] == len(self.awaited[self.turn[-1]]):
-            self._launch(self.turn.pop())
 
     def _take(self, i: int, some: Sequence[int] | None = None) -> None:
         """Move the gradients that have come for a bucket, or for some of its leaves, into it."""
@@ -209,7 +208,7 @@ class Bucketed:
             raise backward_inside()
         for j in come:
             leaves[j].grad = None
-        if self.reducing and self.order is None and i not in self.turn:
+        if self.reducing and self.order.memory.final and i in self.reduced:
             raise LossError(
                 "a gradient came twice in one backward, the second time after its bucket was reduced",
                 where=self.buckets[i].leaves[min(come)].name,
@@ -229,7 +228,7 @@ class Bucketed:
         """Return the bucket that is being filled: new memory, its gaps zero, where there is none."""
         if i not in self.filling:
             bucket = self.buckets[i]
-            dtype = self.dtypes[i] if self.order is None else self.reduce_dtype or self.dtypes[i]
+            dtype = (self.each and self.reduce_dtype) or self.dtypes[i]
             flat, views, gaps = self.pool.take_bucket(bucket, dtype, self.device)
             _zero(gaps)
             self.filling[i] = Filling(flat, views)
@@ -243,6 +242,7 @@ class Bucketed:
         if self.adding:  # another rank asks for it before it is full
             self._take(i)
         held, bucket, shard = self._open(i), self.buckets[i], self.shard
+        self.reduced.append(i)
         del self.filling[i]
         if len(held.filled) < len(held.views):
             _zero([view for j, view in enumerate(held.views) if j not in held.filled])
@@ -252,12 +252,12 @@ class Bucketed:
         own = bucket.slice(shard.axis.index, sent)
         if (landing := self.landing and self._elsewhere(i)) is not None:
             landing.expect(self.index[i])
-        elif self.order is not None and i not in self.slices and sent.dtype == self.dtypes[i]:
+        elif self.each and i not in self.slices and sent.dtype == self.dtypes[i]:
             own = self.pool.take(bucket.length, sent.dtype, self.device)  # the first sum is where others are added
         way = self.transport.of(bucket, shard.data)
         kept = None if self.kept is None else self._kept(i, way)
         work = contracts.sent(way.reduce(shard.legs["reduce"], sent, own, kept), way, "reduce")
-        if self.order is not None and work.__class__ is Relay:
+        if self.each and work.__class__ is Relay:
             self.order.departures.relays.append(work)  # pyright: ignore[reportArgumentType]
         self.flying[i] = Flight(held, sent, own, work)
         while len(self.flying) > 1 or (landing is not None and self.flying and work.done()):
@@ -312,7 +312,7 @@ class Bucketed:
 
     def _elsewhere(self, i: int) -> Landing | None:
         """Return where the sum of a bucket is written after every microbatch, None where it is in memory."""
-        held = self.landing is not None and self.order is not None and self.index[i] in self.landing.leaves
+        held = self.landing is not None and self.each and self.index[i] in self.landing.leaves
         return self.landing if held else None
 
     def _lands(self, i: int) -> bool:

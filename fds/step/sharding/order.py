@@ -9,6 +9,12 @@ ranks that wait, the one that has come least far waits for an event that all oth
 
 The plan is what was asked for in the step before, when there was no plan; it is learned anew when somebody had to ask.
 
+A plan is final, and nobody is asked for another event ever again, where each rank brought the whole of every bucket to
+one reduction in every microbatch: each of them has the same events then, whatever the loss does. What is needed before
+its turn waits for what comes before it, which comes at the end of the microbatch at the latest. So at stage 2 ranks
+exchange nothing on the host but in the first call. Not so where parameters get no gradient or one in several parts, nor
+where the stages of a pipeline share a rank: such buckets would be sent more often, or empty.
+
 A slice that lives elsewhere is read before it is sent. To join its gather begins the reading; it is sent, in the order
 of the events, before anything else is, and before this rank waits for others.
 
@@ -20,7 +26,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import attrs
 
@@ -29,7 +34,17 @@ from fds.collectives import Axis
 from fds.step.sharding.coming import Departures
 
 Event = tuple[str, int]  # ("gather" or "reduce", bucket)
-Want = list[Any] | bool  # an event, or whether a rank gathered for nothing
+KINDS = ("", "gather", "reduce")  # as numbers; "" asks for nothing
+
+
+@attrs.frozen
+class Want:
+    """What a rank tells all others in a round, as integers."""
+
+    kind: int  # of the event that it needs: its place in `KINDS`
+    bucket: int
+    wasted: int  # 1: it gathered for nothing
+    regular: int  # 1: it brought the whole of every bucket to one reduction in every microbatch
 
 
 @attrs.define
@@ -38,7 +53,13 @@ class LearnedOrder:
 
     plan: list[Event] | None = None
     ends: list[int] = tree.new(list)  # of its pieces: how many events come before
+    final: bool = False  # nobody needs another event, in any call
     used: dict[int, set[int]] | None = None  # on this rank: leaves that got a gradient, by bucket
+
+    @classmethod
+    def of_reductions(cls, buckets: list[int]) -> LearnedOrder:
+        """Return the order in which each bucket is reduced once, known beforehand."""
+        return cls([("reduce", i) for i in buckets], [len(buckets)], final=True)
 
 
 @attrs.define(eq=False)
@@ -53,12 +74,20 @@ class Order:
     at: int = 0  # of the plan, not joined yet
     asked: list[Event] = tree.new(list)
     ends: list[int] = tree.new(list)  # of the pieces that are over, in what was asked
+    ready: set[Event] = tree.new(set)  # of a final plan: needed before their turn
     wasted: bool = False  # whether this rank gathered for nothing
+    regular: bool = False  # whether it brought the whole of every bucket to one reduction in every microbatch
     departures: Departures = attrs.field(factory=Departures)  # of what was joined and is not sent yet
 
     def need(self, event: Event) -> None:
-        """Join events up to this one."""
+        """Join events up to this one; of a final plan, once all before it are needed."""
         plan, end = self.memory.plan or [], self._end()
+        if self.memory.final:
+            self.ready.add(event)
+            while self.at < end and plan[self.at] in self.ready:
+                self.ready.remove(plan[self.at])
+                self._run(self.at + 1)
+            return
         try:
             stop = plan.index(event, self.at, end)
         except ValueError:
@@ -75,11 +104,14 @@ class Order:
             self._run(self.at + 1)
 
     def settle(self) -> list[Want]:
-        """Join what others may still need in this piece of work, until all have come here; return their answers."""
+        """Join what others may still need in this piece of work, until all have come here; return what they told."""
         self._run(self._end())
-        wants = self._round(None)
-        while any(isinstance(want, list) for want in wants):
+        self.ready.clear()
+        wants: list[Want] = []
+        while not self.memory.final:
             wants = self._round(None)
+            if not any(want.kind for want in wants):
+                break
         self.ends.append(len(self.asked))
         return wants
 
@@ -94,7 +126,8 @@ class Order:
             pieces = [self.asked[a:b] for a, b in itertools.pairwise([0, *self.ends])]
             self.memory.plan = [event for piece in pieces for event in (_sooner(piece) if self.ahead else piece)]
             self.memory.ends = self.ends
-        elif self.asked or all(wants):
+            self.memory.final = all(want.regular for want in wants)
+        elif self.asked or (wants and all(want.wasted for want in wants)):
             self.memory.plan = None
 
     def _end(self) -> int:
@@ -110,16 +143,17 @@ class Order:
             self.at += 1
             self._join(plan[self.at - 1])
 
-    def _round(self, want: Event | None) -> list[Want]:
-        """Exchange what every rank needs (or whether it joined gathers for nothing), and join all of it."""
+    def _round(self, event: Event | None) -> list[Want]:
+        """Tell all others what this rank needs, and join what any of them does."""
         self.departures.send()  # others may wait for it, and this rank does for them
         if self.departures.relays:
             self.departures.go_on()
-        wants = self.axis.exchange(self.wasted if want is None else list(want), self.what)
-        events: list[Event] = [(want[0], want[1]) for want in wants if isinstance(want, list)]
-        for event in dict.fromkeys(events):
-            self.asked.append(event)
-            self._join(event)
+        kind, bucket = event or ("", 0)
+        numbers = [KINDS.index(kind), bucket, int(self.wasted), int(self.regular)]
+        wants = [Want(*one) for one in self.axis.exchange_numbers(numbers, self.what)]
+        for needed in dict.fromkeys((KINDS[want.kind], want.bucket) for want in wants if want.kind):
+            self.asked.append(needed)
+            self._join(needed)
         return wants
 
     def _join(self, event: Event) -> None:
