@@ -98,12 +98,20 @@ def _check_split(x: Tensor, shape: torch.Size, region: Region, edges: Edges) -> 
 
 
 def check_row(x: Tensor, cut: tuple[int, ...], name: str, region: Region) -> None:
-    """Raise `LossError` for a row of what several columns return, where the plan takes that for one's."""
+    """Raise `LossError` for a row of the whole, or of what several columns return where a plan takes that for one's."""
     index, size = region.axis.index, region.axis.size
-    own = set(itertools.accumulate(ranges(part, region.axis)[index][1] for part in cut))
+    own = list(itertools.accumulate(ranges(part, region.axis)[index][1] for part in cut))
+    if x.shape[-1] == sum(cut) != own[-1] and not region.pieces_in_graph(x):
+        raise LossError(
+            "a row is given the whole of its input, and takes this rank's piece of it",
+            where=f"tensor_parallel: {name}",
+            got=f"{x.shape[-1]} features",
+            want=f"{own[-1]} of them, which a 'column' before it returns",
+            hint="'column' for the layer that makes its input; of two that are swapped, 'column' is the first",
+        )
     for node, _ in nodes_behind(x.grad_fn, stops=lambda node: _mixes(node) or region.passes_between(node)):
         shape, widths, wholes = metadata_of(node).get("features", ((), (), ()))
-        if shape == x.shape and not own.issuperset(itertools.accumulate(widths)):
+        if shape == x.shape and not set(own).issuperset(itertools.accumulate(widths)):
             lengths = tuple(whole or n * size for whole, n in zip(wholes, widths, strict=True))
             raise LossError(
                 "a row is given what several columns return, side by side, and takes it for what one returns",

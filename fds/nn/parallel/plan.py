@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from fds.errors import ComposeError, did_you_mean, is_a, is_int
 from fds.nn.parallel import checking
@@ -388,11 +389,14 @@ def _dim_of_outputs(module: nn.Module, path: str, name: str) -> int:
 
 
 def _unfit(module: nn.Module, path: str, name: str, want: str) -> ComposeError:
+    is_computed = parametrize.is_parametrized(module)  # its weight, from other parameters
+    removed = "nn.utils.parametrize.remove_parametrizations before fds.functional, or " if is_computed else ""
     return ComposeError(
         f"this module cannot be divided as {name!r}",
         where=f"tensor_parallel: {path}",
         got=f"{type(module).__module__}.{type(module).__qualname__}",
         want=want,
+        hint=f"{removed}no entry: then it is whole on every rank",
     )
 
 

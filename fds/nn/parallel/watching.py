@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fds.errors import LossError
+from fds.errors import FdsError, LossError
 from fds.nn.parallel.dropout import DrawsOfAll, is_drawn_for_all
 from fds.nn.parallel.features import Divided, check_arithmetic, check_row, look_at
+from fds.nn.parallel.mistakes import ERRORS, Failed, Planned
 from fds.nn.parallel.region import Region
 from fds.nn.parallel.uses import Edges, Side, Use, check_uses, edges_of, nearest
 
@@ -51,6 +52,7 @@ class Calls:
     region: Region
     known: Known
     uses: list[Use]
+    planned: Planned
     counts: list[tuple[nn.Module, str, str]]  # modules of attention, an attribute that is divided, and its name
     pending: Edges  # what a loss is checked for that takes what these return
     run: str | None  # of blocks, if it is given parts of sequences
@@ -66,8 +68,17 @@ class Calls:
             recorded = torch.is_grad_enabled()
             if recorded not in known.watched and not torch.compiler.is_compiling():
                 edges = edges_of(self.uses)
-                with Watch(self, edges):
-                    out = forward(*args, **kwargs)
+                watch = Watch(self, edges)
+                try:
+                    with watch:
+                        out = forward(*args, **kwargs)
+                except ERRORS as error:
+                    mistake = (
+                        None if isinstance(error, FdsError) else self.planned.explain(error, watch.failed, args, kwargs)
+                    )
+                    if mistake is None:
+                        raise
+                    raise mistake from error
                 check_uses(edges, out, self.side)
                 if self.after is None and recorded:
                     self.pending.update(edges)
@@ -97,6 +108,7 @@ class Watch(DrawsOfAll):
     def __init__(self, calls: Calls, edges: Edges):
         super().__init__(calls.region)
         self.known, self.counts, self.edges = calls.known, calls.counts, edges
+        self.failed: Failed | None = None
         self.uses = {id(x): use for use in calls.uses if (x := use.held.get(use.key)) is not None}
 
     def __enter__(self) -> Watch:
@@ -130,7 +142,11 @@ class Watch(DrawsOfAll):
             if use is not None and getattr(func, "__name__", "") != "__get__":
                 self._check_use(use, func)
         check_arithmetic(func, given)
-        out = super().__torch_function__(func, types, args, kwargs)
+        try:
+            out = super().__torch_function__(func, types, args, kwargs)
+        except ERRORS as error:
+            self.failed = Failed(error, func, args, kwargs or {})
+            raise
         with torch._C.DisableTorchFunction():  # private; as in `DrawsOfAll`
             look_at(func, given, out, self.region, self.edges)
         return out

@@ -15,6 +15,7 @@ from fds.loss import Found
 from fds.nn.parallel import auto, plan as plans
 from fds.nn.parallel.dropout import become_dropout
 from fds.nn.parallel.linear import Piece
+from fds.nn.parallel.mistakes import Planned
 from fds.nn.parallel.plan import Column, Heads, Part, Row, Sequence as Block, Vocab, Whole
 from fds.nn.parallel.region import Region
 from fds.nn.parallel.split import Split
@@ -82,7 +83,8 @@ class Resolved:
         block = self.parts.get("")
         run = block.run if isinstance(block, Block) and not block.enters else None
         known = self.known[any(one.training for one in modules.values())]
-        watch(module, Calls(region, known, uses, counts, pending, run, self.after, self.side))
+        planned = Planned(self.found.module, module, self.found.prefix, self.parts, region)
+        watch(module, Calls(region, known, uses, planned, counts, pending, run, self.after, self.side))
 
 
 def resolve(found: Sequence[Found], plan: str | Mapping[Any, Any], size: int, *, sequence: bool) -> list[Resolved]:
@@ -200,7 +202,9 @@ def _resolved(found: Found, parts: dict[str, Part], size: int, *, sequence: bool
                 lies[name] = Replicated("sum" if part.grads == "sum" or path in inside else "same")
         at = f"{path}." if path else ""
         for name, (dim, lengths) in part.dims(module, where).items():
-            local = found.paths[at + name]
+            local = found.paths.get(at + name)
+            if local is None:
+                raise _computed(f"{found.prefix}{at}{name}", module)
             new = SplitDim(dim, lengths)
             if local in said and lies[local] != new:
                 raise _tied(own[local], said[local], where)
@@ -255,6 +259,17 @@ def _tied(name: str, first: str, second: str) -> ComposeError:
         where=f"tensor_parallel: {name}",
         got=f"divided for {first!r}, not so for {second!r}",
         want="entries for both, of tied embedding and head 'vocab'",
+    )
+
+
+def _computed(name: str, module: nn.Module) -> ComposeError:
+    return ComposeError(
+        "a plan divides a tensor that is no parameter, but computed from others in every call",
+        where=f"tensor_parallel: {name}",
+        got=f"parameters {', '.join(key for key, _ in module.named_parameters(recurse=False))}",
+        want="a module without weight_norm, spectral_norm or pruning",
+        hint="nn.utils.remove_weight_norm, remove_spectral_norm or prune.remove before fds.functional\n"
+        "or no entry: then it is whole on every rank",
     )
 
 
