@@ -1,11 +1,17 @@
 """DeepSpeed's configuration as frozen records, which turn into a composition of transforms."""
 
 from fds.config.auto import training_arguments
-from fds.config.keys.batch import BatchConfig
-from fds.config.keys.communication import ClippingConfig, CommunicationConfig
-from fds.config.keys.optimizer import OptimizerConfig
-from fds.config.keys.precision import AmpConfig, BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig
-from fds.config.keys.scheduler import SchedulerConfig
+from fds.config.keys.optimizer import OptimizerConfig, SchedulerConfig
+from fds.config.keys.step import (
+    AmpConfig,
+    BatchConfig,
+    BF16Config,
+    ClippingConfig,
+    CommunicationConfig,
+    DataTypesConfig,
+    FP16Config,
+    TorchAutocastConfig,
+)
 from fds.config.keys.zero import ZeroConfig
 from fds.config.record import Config
 from fds.config.training import TrainingConfig

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fds.config.contradiction import MissingKeyError
 from fds.config.field import AUTO, is_comment
+from fds.config.rows import MissingKeyError
 from fds.errors import ConfigError
 
 _OWN_VALUE = {"pipeline.stages"}  # paths where "auto" is a value of its own

@@ -9,9 +9,8 @@ import attrs
 import torch
 
 from fds.config.auto import auto_paths
-from fds.config.field import AUTO, Key
-from fds.config.keys.groups import Groups
-from fds.config.meaning import Argument, Elsewhere, NotApplicable, NotYet, PartOf
+from fds.config.field import AUTO, Argument, Elsewhere, Key, NotApplicable, NotYet, PartOf
+from fds.config.keys import Groups
 from fds.config.record import Config
 from fds.config.translate.composition import EMBEDDINGS, compose_supported, data_ranks
 from fds.config.translate.function_call import FunctionCall

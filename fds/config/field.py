@@ -1,4 +1,4 @@
-"""A key of DeepSpeed's JSON as a field of a record: its type, default, unit, bounds, description and meaning."""
+"""A key of DeepSpeed's JSON as a field of a record: its type, default, unit, bounds, and what it means in fds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import attrs
-
-from fds.config.meaning import Meaning
 
 Edition = Literal["0.19.6", "docs"]
 EDITIONS: tuple[Edition, ...] = typing.get_args(Edition)
@@ -27,6 +25,70 @@ def is_comment(name: str) -> bool:
     [True, True, False]
     """
     return re.match(COMMENT, name) is not None
+
+
+@attrs.frozen
+class Argument:
+    """The key becomes an argument of a transform, an optimizer or a schedule.
+
+    Attributes:
+        of: the functions that may take it, below `fds`: `"shard_optimizer"`, `"schedules.warmup"`.
+        name: of the argument; empty if the key only decides whether, or which, function is called.
+        note: how the value is converted.
+    """
+
+    of: tuple[str, ...]
+    name: str = ""
+    note: str = ""
+
+    def __str__(self) -> str:
+        calls = " or ".join(f"`fds.{f}({self.name + '=' if self.name else '...'})`" for f in self.of)
+        return calls + (f": {self.note}" if self.note else "")
+
+
+@attrs.frozen
+class Elsewhere:
+    """The key is not part of a step: another function of fds takes it."""
+
+    call: str
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"`{self.call}`" + (f": {self.note}" if self.note else "")
+
+
+@attrs.frozen
+class NotApplicable:
+    """The key has no meaning in fds."""
+
+    because: str
+
+    def __str__(self) -> str:
+        return f"not applicable: {self.because}"
+
+
+@attrs.frozen
+class NotYet:
+    """The key asks for a feature that fds does not support yet, unless its value is in `nothing`, as the default is."""
+
+    feature: str
+    nothing: tuple = (None, False)
+
+    def __str__(self) -> str:
+        return f"not yet: {self.feature}"
+
+
+@attrs.frozen
+class PartOf:
+    """The key matters only if the key `of` of its section enables the feature."""
+
+    of: str = "enabled"
+
+    def __str__(self) -> str:
+        return f"part of `{self.of}`"
+
+
+Meaning = Argument | Elsewhere | NotApplicable | NotYet | PartOf
 
 
 @attrs.frozen
@@ -89,18 +151,19 @@ def key(
     old: Mapping[str, Callable[[Any], Any]] | tuple[str, ...] = (),
     flat: bool = False,
     null: bool | None = None,
+    type: Any = None,
 ) -> Any:
-    """Return the attrs field of a key; the arguments are described in `Key`."""
+    """Return the attrs field of a key; the arguments are described in `Key`, `type` is for one without annotation."""
     spellings = old if isinstance(old, Mapping) else dict.fromkeys(old, same)
     known = Key(doc, meaning, unit, default, documented, low, high, over, under, spellings, flat, null)
-    return attrs.field(default=ABSENT, kw_only=True, metadata={"key": known})
+    return attrs.field(default=ABSENT, kw_only=True, type=type, metadata={"key": known})
 
 
 @functools.cache
 def keys(cls: type) -> dict[str, tuple[Any, Key]]:
     """Return name -> (type, key) of the fields of a record that are keys, in order."""
-    hints = typing.get_type_hints(cls)
-    return {a.name: (hints[a.name], a.metadata["key"]) for a in attrs.fields(cls) if "key" in a.metadata}
+    hints = typing.get_type_hints(cls)  # of a record of somebody's own; a row of a table has its type in the field
+    return {a.name: (hints.get(a.name, a.type), a.metadata["key"]) for a in attrs.fields(cls) if "key" in a.metadata}
 
 
 @functools.cache

@@ -11,8 +11,8 @@ import functools
 import math
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import attrs
 
@@ -25,7 +25,7 @@ class UnknownKeyError(ConfigError):
     """Refuse a key that nobody knows; `where` has its path."""
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class Config:
     """A group of keys: constructed from keywords or a dict, read by attribute or item, immutable.
 
@@ -41,6 +41,12 @@ class Config:
 
     defaults: Edition = attrs.field(default="0.19.6", kw_only=True, repr=False)
     given: frozenset[str] = attrs.field(init=False, eq=False, repr=False)
+    checks: ClassVar[tuple[tuple[Callable[..., None], Sequence[str], str], ...]] = ()  # the keys it is of, its switch
+
+    if TYPE_CHECKING:  # the fields of most records are rows of a table
+
+        def __init__(self, *, defaults: Edition = "0.19.6", **given: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
 
     def __attrs_post_init__(self) -> None:
         if self.defaults not in EDITIONS:
@@ -96,6 +102,9 @@ class Config:
 
     def check(self) -> None:
         """Raise `ConfigError` for values that contradict each other."""
+        for check, paths, switch in self.checks:
+            if not switch or self[switch] is True:
+                check(self, *paths)
 
     def resolve(self, **known: Any) -> Self:
         """Return the record with inferred values filled in; `"auto"` becomes the default."""

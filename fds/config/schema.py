@@ -14,9 +14,8 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from fds.config.field import AUTO, COMMENT, Key, flat_keys, same
-from fds.config.keys import optimizer, scheduler
-from fds.config.meaning import NotYet
+from fds.config.field import AUTO, COMMENT, Key, NotYet, flat_keys, same
+from fds.config.keys import optimizer
 from fds.config.record import Config, record_of
 from fds.config.training import TrainingConfig
 
@@ -31,8 +30,8 @@ def schema() -> dict[str, Any]:
     zero = whole["properties"]["zero_optimization"]
     reference = {"$ref": zero.pop("$ref")}
     zero["anyOf"] = [reference, {"type": "boolean", "deprecated": True, "description": "Old: write an object"}]
-    _add_types(records, optimizer.OptimizerConfig, optimizer.PARAMETERS, {}, of_optimizer=True)
-    _add_types(records, scheduler.SchedulerConfig, scheduler.PARAMETERS, scheduler.REQUIRED, of_optimizer=False)
+    _add_types(records, optimizer.OptimizerConfig, optimizer.OPTIMIZERS, {}, of_optimizer=True)
+    _add_types(records, optimizer.SchedulerConfig, optimizer.SCHEDULERS, optimizer.REQUIRED, of_optimizer=False)
     return {"$schema": DRAFT, "title": "DeepSpeed's configuration, as fds reads it", **whole, "$defs": records}
 
 

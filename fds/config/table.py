@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 from fds.config.decisions import CONTRADICTIONS, INTENDED
 from fds.config.field import Key, keys, same
-from fds.config.keys import optimizer, scheduler
+from fds.config.keys import optimizer
 from fds.config.record import Config, record_of
 from fds.config.schema import alternatives, plain
 from fds.config.training import TrainingConfig
@@ -52,8 +52,8 @@ def every_key(cls: type[Config], path: str = "") -> Iterator[tuple[str, Any, Key
 
 def parameters() -> dict[str, list[tuple[str, type[Config]]]]:
     """Return the types of optimizers and schedulers, as they are written, with the records of their `params`."""
-    optimizers = [(optimizer.SPELLED.get(kind, kind), record) for kind, record in optimizer.PARAMETERS.items()]
-    return {"optimizer": optimizers, "scheduler": list(scheduler.PARAMETERS.items())}
+    optimizers = [(optimizer.SPELLED.get(kind, kind), record) for kind, record in optimizer.OPTIMIZERS.items()]
+    return {"optimizer": optimizers, "scheduler": list(optimizer.SCHEDULERS.items())}
 
 
 def differing() -> Iterator[tuple[str, Key]]:

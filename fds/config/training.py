@@ -6,13 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any, Self
 
-import attrs
 from torch import nn
 
 from fds.collectives import Axis, Mesh, worlds
 from fds.config.explain import explanation
 from fds.config.field import Edition
-from fds.config.keys.groups import Groups
+from fds.config.keys import Groups
 from fds.config.reading import read
 from fds.config.record import UnknownKeyError
 from fds.config.translate import composition
@@ -32,7 +31,6 @@ from fds.step import Step, Transform
 from fds.timing import MemoryBreakdown, Messages, Timed, memory_breakdown, messages, timed
 
 
-@attrs.frozen
 class TrainingConfig(Groups):
     """DeepSpeed's whole JSON. Its keys are the fields of `Groups`.
 

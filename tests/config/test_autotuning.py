@@ -2,7 +2,7 @@
 
 import pytest
 
-from fds.config.keys.autotuning import AutotuningConfig
+from fds.config.keys.data import AutotuningConfig
 from fds.errors import ConfigError
 
 EXAMPLE = {  # of reference/003

@@ -2,9 +2,8 @@
 
 import pytest
 
-from fds.config.field import keys
-from fds.config.keys.background_saves import LoadingConfig, NebulaConfig
-from fds.config.meaning import Elsewhere
+from fds.config.field import Elsewhere, keys
+from fds.config.keys.reporting import LoadingConfig, NebulaConfig
 from fds.errors import ConfigError
 
 NEBULA = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fds.config.keys.compile import CapturingConfig, CompileConfig
+from fds.config.keys.step import CapturingConfig, CompileConfig
 from fds.errors import ConfigError
 
 EXAMPLE = {"deepcompile": True, "passes": ["z3"], "offload_activation": True, "double_buffer": False}

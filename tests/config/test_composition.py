@@ -10,9 +10,8 @@ import torch
 
 import fds
 from fds.config import TrainingConfig
-from fds.config.field import keys
-from fds.config.keys import optimizer, scheduler
-from fds.config.meaning import Argument
+from fds.config.field import Argument, keys
+from fds.config.keys import optimizer
 from fds.config.record import Config, record_of
 from fds.config.translate.composition import axes_of, calls
 from fds.config.translate.function_call import FUNCTIONS, AxisOf, FunctionCall
@@ -679,7 +678,7 @@ def arguments_in(cls: type[Config], path: str = "") -> dict[str, Argument]:
 
 KINDS = {
     f"{group}[{kind}]": (group, kind, cls)
-    for group, kinds in (("optimizer", optimizer.PARAMETERS), ("scheduler", scheduler.PARAMETERS))
+    for group, kinds in (("optimizer", optimizer.OPTIMIZERS), ("scheduler", optimizer.SCHEDULERS))
     for kind, cls in kinds.items()
     if kind != "adamw"
 }

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fds.config.keys.compression import CompressionConfig, LayerReductionConfig
-from fds.config.meaning import NotYet
+from fds.config.field import NotYet
+from fds.config.keys.model import CompressionConfig, LayerReductionConfig
 from fds.config.record import walk
 from fds.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fds.config.keys.curriculum import CurriculumConfig, CurriculumScheduleConfig
+from fds.config.keys.data import CurriculumConfig, CurriculumScheduleConfig
 from fds.errors import ConfigError
 
 EXAMPLE = {

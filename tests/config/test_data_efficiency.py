@@ -2,13 +2,8 @@
 
 import pytest
 
-from fds.config.keys.data_efficiency import (
-    DataEfficiencyConfig,
-    DynamicBatchingConfig,
-    KeptTokensConfig,
-    RandomLtdConfig,
-)
-from fds.config.meaning import NotYet
+from fds.config.field import NotYet
+from fds.config.keys.data import DataEfficiencyConfig, DynamicBatchingConfig, KeptTokensConfig, RandomLtdConfig
 from fds.config.record import walk
 from fds.errors import ConfigError
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from fds.config import TrainingConfig
-from fds.config.field import keys
-from fds.config.keys import optimizer, scheduler
-from fds.config.meaning import Argument, NotYet
+from fds.config.field import Argument, NotYet, keys
+from fds.config.keys import optimizer
 from fds.config.record import Config, record_of, walk
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/config_defaults.json").read_text())["keys"]
@@ -44,8 +43,8 @@ def parameters(group: str, kinds: dict[str, type[Config]]) -> dict:
 
 
 KNOWN = every_key()
-KNOWN |= parameters("optimizer", {optimizer.SPELLED[kind]: cls for kind, cls in optimizer.PARAMETERS.items()})
-KNOWN |= parameters("scheduler", scheduler.PARAMETERS)
+KNOWN |= parameters("optimizer", {optimizer.SPELLED[kind]: cls for kind, cls in optimizer.OPTIMIZERS.items()})
+KNOWN |= parameters("scheduler", optimizer.SCHEDULERS)
 
 
 def ours(path: str) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fds.config.keys.elasticity import ElasticityConfig
+from fds.config.keys.data import ElasticityConfig
 from fds.errors import ConfigError
 
 ON = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6]}

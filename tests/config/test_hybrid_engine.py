@@ -2,7 +2,7 @@
 
 import pytest
 
-from fds.config.keys.hybrid_engine import HybridEngineConfig
+from fds.config.keys.model import HybridEngineConfig
 from fds.errors import ConfigError
 
 EXAMPLE = {

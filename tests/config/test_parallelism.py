@@ -2,7 +2,7 @@
 
 import pytest
 
-from fds.config.keys.parallelism import ExpertParallelConfig, ParallelSizesConfig, TensorParallelConfig
+from fds.config.keys.zero import ExpertParallelConfig, ParallelSizesConfig, TensorParallelConfig
 from fds.errors import ConfigError
 
 TENSORS = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fds.config.keys.progressive_layer_drop import ProgressiveLayerDropConfig
+from fds.config.keys.model import ProgressiveLayerDropConfig
 from fds.errors import ConfigError
 
 

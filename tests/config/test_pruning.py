@@ -2,7 +2,7 @@
 
 import pytest
 
-from fds.config.keys.pruning import HeadPruningConfig, RowPruningConfig, SparsePruningConfig
+from fds.config.keys.model import HeadPruningConfig, RowPruningConfig, SparsePruningConfig
 from fds.errors import ConfigError
 
 HALF = {"params": {"dense_ratio": 0.5}}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fds.config.keys.quantization import ActivationQuantizationConfig, WeightBitsConfig, WeightQuantizationConfig
+from fds.config.keys.model import ActivationQuantizationConfig, WeightBitsConfig, WeightQuantizationConfig
 from fds.errors import ConfigError
 
 ACTIVATIONS = {

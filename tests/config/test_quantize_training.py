@@ -2,9 +2,8 @@
 
 import pytest
 
-from fds.config.field import keys
-from fds.config.keys.quantize_training import QuantizeTrainingConfig, WeightQuantizationPlacedConfig
-from fds.config.meaning import NotYet
+from fds.config.field import NotYet, keys
+from fds.config.keys.model import QuantizeTrainingConfig, WeightQuantizationPlacedConfig
 from fds.config.record import walk
 from fds.errors import ConfigError
 

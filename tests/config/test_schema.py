@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from fds.config import TrainingConfig
 from fds.config.field import EDITIONS, flat_keys, keys, same
-from fds.config.keys import optimizer, scheduler
+from fds.config.keys import optimizer
 from fds.config.record import Config, record_of
 from fds.config.schema import options, schema
 from fds.errors import ConfigError
@@ -80,7 +80,7 @@ def records(cls: type[Config], found: dict) -> dict[str, type[Config]]:
 
 
 RECORDS = records(TrainingConfig, {})
-for parameters in [*optimizer.PARAMETERS.values(), *scheduler.PARAMETERS.values()]:
+for parameters in [*optimizer.OPTIMIZERS.values(), *optimizer.SCHEDULERS.values()]:
     records(parameters, RECORDS)
 TOP = {type_.__name__: type_ for type_, about in keys(TrainingConfig).values() if about.flat}  # beside the groups
 
@@ -169,8 +169,8 @@ def test_zero_may_be_true_or_false_as_it_once_was(zero):
     assert_agree(TrainingConfig, {"zero_optimization": zero}, VALIDATOR)
 
 
-KINDS = [("optimizer", kind, record) for kind, record in optimizer.PARAMETERS.items()]
-KINDS += [("scheduler", kind, record) for kind, record in scheduler.PARAMETERS.items()]
+KINDS = [("optimizer", kind, record) for kind, record in optimizer.OPTIMIZERS.items()]
+KINDS += [("scheduler", kind, record) for kind, record in optimizer.SCHEDULERS.items()]
 
 
 @pytest.mark.parametrize(("group", "kind", "record"), KINDS, ids=[kind for _, kind, _ in KINDS])

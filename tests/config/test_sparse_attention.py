@@ -2,9 +2,8 @@
 
 import pytest
 
-from fds.config.field import keys
-from fds.config.keys.sparse_attention import READS, SparseAttentionConfig
-from fds.config.meaning import NotYet
+from fds.config.field import NotYet, keys
+from fds.config.keys.model import READS, SparseAttentionConfig
 from fds.errors import ConfigError
 
 EXAMPLE = {  # of reference/003: the keys of all modes, in one section

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from fds.config import TrainingConfig
 from fds.config.decisions import CONTRADICTIONS, INTENDED
-from fds.config.field import keys
-from fds.config.keys import optimizer, scheduler
-from fds.config.meaning import Argument
+from fds.config.field import Argument, keys
+from fds.config.keys import optimizer
 from fds.config.table import _cell, every_key, parameters, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "config-keys.md"
@@ -75,8 +74,8 @@ def test_every_type_has_its_parameters():
             below = rows_of(title.removeprefix("### "))
             assert [row[0] for row in below[1:]] == [f"`{group}.params.{one}`" for one in keys(record)]
             assert all(row in rows for row in below)
-    assert {record for _, record in parameters()["optimizer"]} == set(optimizer.PARAMETERS.values())
-    assert {record for _, record in parameters()["scheduler"]} == set(scheduler.PARAMETERS.values())
+    assert {record for _, record in parameters()["optimizer"]} == set(optimizer.OPTIMIZERS.values())
+    assert {record for _, record in parameters()["scheduler"]} == set(optimizer.SCHEDULERS.values())
 
 
 def test_every_old_spelling_names_the_new_one():

@@ -15,7 +15,7 @@ from hypothesis import assume, given, strategies as st
 from fds.config import FP16Config, TrainingConfig
 from fds.config.auto import auto_paths
 from fds.config.field import AUTO, EDITIONS, Key, flat_keys
-from fds.config.keys import optimizer, scheduler
+from fds.config.keys import optimizer
 from fds.config.record import Config, record_of
 from fds.config.translate import optimizer as update
 from fds.config.translate.composition import loss_scale_call
@@ -62,9 +62,9 @@ def objects(cls: type[Config]) -> st.SearchStrategy:
         for name, (type_, key) in flat_keys(cls).items()
     }
     if cls is optimizer.OptimizerConfig:
-        return _by_type(optimizer.PARAMETERS)
-    if cls is scheduler.SchedulerConfig:
-        return _by_type(scheduler.PARAMETERS)
+        return _by_type(optimizer.OPTIMIZERS)
+    if cls is optimizer.SchedulerConfig:
+        return _by_type(optimizer.SCHEDULERS)
     names = st.sets(st.sampled_from(sorted(known)), max_size=4)
     return names.flatmap(lambda some: st.fixed_dictionaries({name: known[name] for name in sorted(some)}))
 
@@ -168,16 +168,16 @@ def test_resolving_twice_is_resolving_once(data):
     assert not auto_paths(once.to_dict())
 
 
-@given(st.sampled_from(sorted(optimizer.PARAMETERS)), st.sampled_from(sorted(scheduler.PARAMETERS)), st.data())
+@given(st.sampled_from(sorted(optimizer.OPTIMIZERS)), st.sampled_from(sorted(optimizer.SCHEDULERS)), st.data())
 def test_what_is_taken_can_be_made(kind, type_, draw):
     """A value that no optimizer, schedule or loss scale takes is refused by `of`, with its path, and not later."""
     bounds = {"betas": st.lists(st.floats(0, 1.25), min_size=2, max_size=2), "dampening": st.floats(-1, 1)}
-    params = draw.draw(objects(optimizer.PARAMETERS[kind]))
+    params = draw.draw(objects(optimizer.OPTIMIZERS[kind]))
     params |= {name: draw.draw(values) for name, values in bounds.items() if name in params}
     data = {
         "train_batch_size": 4,
         "optimizer": {"type": kind, "params": params},
-        "scheduler": {"type": type_, "params": draw.draw(objects(scheduler.PARAMETERS[type_]))},
+        "scheduler": {"type": type_, "params": draw.draw(objects(optimizer.SCHEDULERS[type_]))},
         "fp16": {"enabled": True} | draw.draw(objects(FP16Config)),
     }
     try:

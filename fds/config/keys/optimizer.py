@@ -1,338 +1,190 @@
-"""The optimizer, and the parameters of each type.
+"""The optimizer and the learning rate's scheduler, and the parameters of each type.
+
+An update uses the learning rate that the formula has for an earlier update, which is why compositions contain
+`fds.schedules.delayed`.
 
 Source: the constructors that DeepSpeed 0.19.6 calls.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-import attrs
-
-from fds.config.field import key
-from fds.config.meaning import Argument, NotApplicable, NotYet, PartOf, argument
 from fds.config.record import Config, within
+from fds.config.rows import MissingKeyError, declare
 from fds.errors import ConfigError
 
-_ADAM = ("adamw", "adam")
-_FUNCTIONS = "adamw", "adam", "lamb", "lion", "adagrad", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam"
-_TYPE = PartOf("type")
-_FOREACH = NotApplicable("fds takes torch's fused functions, or its own kernels where they are chosen")
+_TABLE = """
+@carried: n/a: messages go where all others do: by NCCL between GPUs, else by gloo
+@later: not yet but for -1: a schedule that begins later on
+@never: n/a: 0.19.6 never applies it here, and fds does not
 
-_NEVER_APPLIED = NotApplicable("0.19.6 never applies it here, and fds does not")
-_CARRIED = NotApplicable("messages go where all others do: by NCCL between GPUs, else by gloo")
+AdamConfig [adamw|adam(=)]: Parameters of `Adam` and `AdamW`: both are AdamW, unless Adam has `adam_w_mode` false.
+    lr: float = 0.001; >= 0 | learning rate; a scheduler that names its own replaces it
+    betas: tuple[float, float] = (0.9, 0.999) | decay of the running means of the gradient and of its square
+    eps: float = 1e-8; >= 0 | added to the denominator
+    weight_decay: float = 0.0; >= 0 | share of the parameter that an update takes away; absent under `torch_adam`:
+        torch's (AdamW: 0.01)
+    bias_correction: bool = True | divide the running means by 1 - beta^t
+    adam_w_mode: bool = True | decay the parameters themselves (AdamW), not the gradient (L2) | adam(): if false
+    torch_adam: bool = False | use torch's class | n/a: one formula; only the default of weight_decay follows it
+    fp32_optimizer_states: bool|None = None | keep moments in float32 on the CPU | not yet but for None, True: 16-bit
+        optimizer states
+    amsgrad: bool = False | keep the maximum of the second moment | not yet: AMSGrad
+    maximize: bool = False | climb instead of descend | not yet: maximizing: return the negative loss
+    foreach: bool|None = None | torch's choice of implementation | n/a: fds takes torch's fused functions, or its own
+        kernels where they are chosen
+    fused: bool|None = None | torch's choice of implementation | n/a: fds takes torch's fused functions, or its own
+        kernels where they are chosen
+    set_grad_none: bool = True | drop gradients instead of zeroing them | n/a: gradients are values of one step; nothing
+        is kept to be zeroed
 
+LambConfig [lamb(=)]: Parameters of `Lamb`.
+    = lr, betas
+    eps: float = 1e-8; >= 0 | added to the denominator
+    weight_decay: float = 0.0; >= 0 | share of the parameter that an update takes away
+    bias_correction: bool = True | correct the step size for the start of the running means
+    eps_inside_sqrt: bool = False | add eps under the root
+    max_coeff: float = 10.0; >= 0 | upper bound of a parameter's trust ratio
+    min_coeff: float = 0.01; >= 0 | lower bound of a parameter's trust ratio
+    = amsgrad
 
-def _lr(default: float | None, *of: str) -> Any:
-    return key(default, "learning rate; a scheduler that names its own replaces it", argument(*of, name="lr"), low=0)
+LionConfig [lion(=)]: Parameters of `Lion`.
+    = lr, betas, weight_decay, set_grad_none
 
+AdagradConfig [adagrad(=)]: Parameters of `Adagrad`.
+    lr: float = 0.01; >= 0 | learning rate; a scheduler that names its own replaces it
+    lr_decay: float = 0.0; >= 0 | how fast the learning rate falls with t
+    = weight_decay
+    initial_accumulator_value: float = 0.0; >= 0 | what the sum of squares begins with
+    eps: float = 1e-10; >= 0 | added to the denominator
+    = maximize
+    differentiable: bool = False | let gradients flow through the update | not yet: derivatives of an update
+    = foreach, fused
 
-def _betas(of: Argument, default: tuple[float, float] = (0.9, 0.999)) -> Any:
-    return key(default, "decay of the running means of the gradient and of its square", of)
+SgdConfig [sgd(=)]: Parameters of torch's `SGD`.
+    lr: float = 0.001; >= 0 | learning rate; a scheduler that names its own replaces it
+    momentum: float = 0.0; >= 0 | decay of the running sum of gradients
+    dampening: float = 0.0 | share of the gradient that the sum leaves out
+    = weight_decay
+    nesterov: bool = False | look ahead along the momentum
+    = maximize, differentiable, foreach, fused
 
+OneBitAdamConfig [onebit_adam(=)]: Parameters of `OneBitAdam`.
+    = lr
+    freeze_step: int = 100_000; steps; >= 0 | calls before compression begins, the first of which updates nothing | (=):
+        one less, since ours updates in all of them
+    = betas
+    eps: float = 1e-8; >= 0 | added to the denominator
+    = weight_decay
+    bias_correction: bool = True | nothing | @never
+    eps_inside_sqrt: bool = False | nothing | @never
+    = amsgrad
+    cuda_aware: bool = False | MPI sends GPU memory itself | @carried
+    comm_backend_name: str = "nccl" | what carries the messages | @carried
 
-def _eps(default: float, *of: str) -> Any:
-    return key(default, "added to the denominator", argument(*of, name="eps"), low=0)
+ZeroOneAdamConfig [zero_one_adam(=)]: Parameters of `ZeroOneAdam`.
+    = lr
+    var_freeze_step: int = 100_000; steps; >= 0 | updates after which the variance stays | (=): at least 1
+    var_update_scaler: int = 16; >= 1 | variance updates after which their interval doubles
+    local_step_scaler: int = 32678; steps; >= 1 | updates after which the interval of local steps doubles
+    local_step_clipper: int = 16; steps; >= 1 | longest interval of local steps
+    = betas
+    eps: float = 1e-8; >= 0 | added to the denominator
+    = weight_decay
+    bias_correction: bool = True | nothing | @never
+    eps_inside_sqrt: bool = False | nothing | @never
+    = amsgrad, cuda_aware, comm_backend_name
 
+OneBitLambConfig [onebit_lamb(=)]: Parameters of `OneBitLamb`.
+    = lr, freeze_step, betas
+    eps: float = 1e-8; >= 0 | added to the denominator
+    = weight_decay, max_coeff, min_coeff
+    coeff_beta: float = 0.9; >= 0 | decay of the running mean of trust ratios
+    factor_max: float = 4.0; >= 0 | upper bound of the correction of a frozen ratio
+    factor_min: float = 0.5; >= 0 | lower bound of the correction of a frozen ratio
+    factor_threshold: float = 0.1; >= 0 | bound of the correction's change between updates
+    bias_correction: bool = True | nothing | @never
+    eps_inside_sqrt: bool = False | nothing | @never
+    = amsgrad, cuda_aware, comm_backend_name
 
-def _weight_decay(default: float | None, *of: str) -> Any:
-    return key(default, "share of the parameter that an update takes away", argument(*of, name="weight_decay"), low=0)
+MuonConfig [part of type]: Parameters of `Muon`, and of Adam for the parameters that are not matrices.
+    lr: float|None = None; >= 0 | learning rate of both; null: 0.02 and 0.0003
+    muon_lr: float|None = None; >= 0 | learning rate of matrices; null: `lr`
+    adam_lr: float|None = None; >= 0 | learning rate of the others; null: `lr`
+    momentum: float = 0.95; >= 0 | decay of the running mean of matrices' gradients
+    ns_method: str = "gram" | how a matrix is made orthogonal
+    betas: tuple[float, float] = (0.9, 0.95) | decay of the others' running means
+    eps: float = 1e-10; >= 0 | added to the others' denominator
+    weight_decay: float = 0.0; >= 0 | share of a parameter that an update takes away
+    adam_w_mode: bool = True | decay the others themselves, not their gradient
+    torch_adam: bool = False | use torch's Adam for the others
+    fp32_optimizer_states: bool|None = None | keep moments in float32 on the CPU
 
+OptimizerConfig:
+    type: str|None = None | its name: one of DeepSpeed's own in any case, or a class of torch.optim |
+        adamw|adam|lamb|lion|adagrad|sgd|onebit_adam|onebit_lamb|zero_one_adam(): which of them
+    params: dict[str, Any] = {}; null as absent | what it is made with; below, per type | adamw(): below
+    legacy_fusion: bool = False | an older way to flatten float16 parameters | n/a: parameters are flat buckets whenever
+        they are sharded
 
-def _freeze_step(of: str) -> Any:
-    return key(
-        100000,
-        "calls before compression begins, the first of which updates nothing",
-        argument(of, name="freeze_step", note="one less, since ours updates in all of them"),
-        unit="steps",
-        low=0,
-    )
+WarmupLRConfig [schedules.warmup(=)]: Parameters of `WarmupLR`: warm-up, then constant.
+    warmup_min_lr: float = 0.0; >= 0 | learning rate to begin with | (start=)
+    warmup_max_lr: float|None = None; >= 0; docs 0.001 | learning rate to stay at; null: the optimizer's | (peak=)
+    warmup_num_steps: int = 1000; steps; > 0 | updates of the warm-up | (warmup_steps=)
+    warmup_type: Literal["log", "linear"] = "log" | how the warm-up rises | (kind=)
+    last_batch_iteration: int = -1 | the update to begin with | @later
 
+WarmupDecayLRConfig [schedules.warmup_decay(=)]: Parameters of `WarmupDecayLR`: warm-up, then linear decay to 0.
+    total_num_steps: int|None = None; steps; > 0 | updates of the whole training; it must be given | (total_steps=)
+    = warmup_min_lr
+    warmup_max_lr: float = 0.001; >= 0 | highest learning rate | (peak=)
+    = warmup_num_steps, warmup_type, last_batch_iteration
 
-def _amsgrad() -> Any:
-    return key(False, "keep the maximum of the second moment", NotYet("AMSGrad"))
+WarmupCosineLRConfig [schedules.warmup_cosine(=)]: Parameters of `WarmupCosineLR`: warm-up to the optimizer's learning
+        rate, then cosine decay.
+    = total_num_steps
+    warmup_min_ratio: float = 0.0; >= 0 | share of the optimizer's rate to begin with | (start_ratio=)
+    = warmup_num_steps
+    cos_min_ratio: float = 0.0001; >= 0 | share of the optimizer's rate to end with | (end_ratio=)
+    = warmup_type, last_batch_iteration
 
+OneCycleConfig [schedules.one_cycle|schedules.one_cycle_momentum(=)]: Parameters of `OneCycle`: one cycle up and down,
+        with the momentum opposite, then a slow decay.
+    cycle_min_lr: float|None = None; >= 0 | learning rate at both ends; it must be given | schedules.one_cycle(min_lr=)
+    cycle_max_lr: float|None = None; >= 0 | learning rate at the peak; it must be given | schedules.one_cycle(max_lr=)
+    decay_lr_rate: float = 0.0; >= 0 | decay of the learning rate after the cycle | schedules.one_cycle(decay_rate=)
+    cycle_first_step_size: int = 2000; steps; > 0 | updates of the climb | (first_steps=)
+    cycle_second_step_size: int|None = None; steps; >= 0 | updates of the descent; null: as many | (second_steps=)
+    cycle_first_stair_count: int = 0; >= 0 | stairs of the climb; 0: none | (first_stairs=)
+    cycle_second_stair_count: int|None = None; >= 0 | stairs of the descent; null: as many | (second_stairs=)
+    decay_step_size: int = 0; steps; >= 0 | updates per unit of the decay; 0: no decay | (decay_steps=)
+    cycle_momentum: bool = True | let beta1 go against the learning rate, and beta2 be 0.99, where the optimizer has
+        betas | adamw|adam|lamb|lion(betas=)
+    cycle_min_mom: float = 0.8; >= 0; < 1 | beta1 at the peak | schedules.one_cycle_momentum(min_momentum=)
+    cycle_max_mom: float = 0.9; >= 0; < 1 | beta1 at both ends | schedules.one_cycle_momentum(max_momentum=)
+    decay_mom_rate: float = 0.0; >= 0 | growth of beta1 after the cycle | schedules.one_cycle_momentum(decay_rate=)
+    = last_batch_iteration
 
-def _maximize() -> Any:
-    return key(False, "climb instead of descend", NotYet("maximizing: return the negative loss"))
+LRRangeTestConfig [schedules.lr_range_test(=)]: Parameters of `LRRangeTest`: an unbounded increase, to find where
+        training diverges.
+    lr_range_test_min_lr: float = 0.001; >= 0 | learning rate to begin with | (start=)
+    lr_range_test_step_size: int = 2000; steps; > 0 | updates per unit of the climb | (steps=)
+    lr_range_test_step_rate: float = 1.0 | how much a unit adds, in units of the first rate | (rate=)
+    lr_range_test_staircase: bool = False | climb in stairs | (staircase=)
+    = last_batch_iteration
 
-
-def _differentiable() -> Any:
-    return key(False, "let gradients flow through the update", NotYet("derivatives of an update"))
-
-
-@attrs.frozen
-class AdamConfig(Config):
-    """Parameters of `Adam` and `AdamW`: both are AdamW, unless Adam has `adam_w_mode` false."""
-
-    lr: float = _lr(1e-3, *_ADAM)
-    betas: tuple[float, float] = _betas(argument(*_ADAM, name="betas"))
-    eps: float = _eps(1e-8, *_ADAM)
-    weight_decay: float = key(
-        0.0,
-        "share of the parameter that an update takes away; absent under `torch_adam`: torch's (AdamW: 0.01)",
-        argument(*_ADAM, name="weight_decay"),
-        low=0,
-    )
-    bias_correction: bool = key(
-        True, "divide the running means by 1 - beta^t", argument(*_ADAM, name="bias_correction")
-    )
-    adam_w_mode: bool = key(
-        True, "decay the parameters themselves (AdamW), not the gradient (L2)", argument("adam", note="if false")
-    )
-    torch_adam: bool = key(
-        False, "use torch's class", NotApplicable("one formula; only the default of weight_decay follows it")
-    )
-    fp32_optimizer_states: bool | None = key(
-        None, "keep moments in float32 on the CPU", NotYet("16-bit optimizer states", nothing=(None, True))
-    )
-    amsgrad: bool = _amsgrad()
-    maximize: bool = _maximize()
-    foreach: bool | None = key(None, "torch's choice of implementation", _FOREACH)
-    fused: bool | None = key(None, "torch's choice of implementation", _FOREACH)
-    set_grad_none: bool = key(
-        True,
-        "drop gradients instead of zeroing them",
-        NotApplicable("gradients are values of one step; nothing is kept to be zeroed"),
-    )
-
-
-@attrs.frozen
-class LambConfig(Config):
-    """Parameters of `Lamb`."""
-
-    lr: float = _lr(1e-3, "lamb")
-    betas: tuple[float, float] = _betas(argument("lamb", name="betas"))
-    eps: float = _eps(1e-8, "lamb")
-    weight_decay: float = _weight_decay(0.0, "lamb")
-    bias_correction: bool = key(
-        True, "correct the step size for the start of the running means", argument("lamb", name="bias_correction")
-    )
-    eps_inside_sqrt: bool = key(False, "add eps under the root", argument("lamb", name="eps_inside_sqrt"))
-    max_coeff: float = key(10.0, "upper bound of a parameter's trust ratio", argument("lamb", name="max_coeff"), low=0)
-    min_coeff: float = key(0.01, "lower bound of a parameter's trust ratio", argument("lamb", name="min_coeff"), low=0)
-    amsgrad: bool = _amsgrad()
-
-
-@attrs.frozen
-class LionConfig(Config):
-    """Parameters of `Lion`."""
-
-    lr: float = _lr(1e-3, "lion")
-    betas: tuple[float, float] = _betas(argument("lion", name="betas"))
-    weight_decay: float = _weight_decay(0.0, "lion")
-    set_grad_none: bool = key(
-        True,
-        "drop gradients instead of zeroing them",
-        NotApplicable("gradients are values of one step; nothing is kept to be zeroed"),
-    )
-
-
-@attrs.frozen
-class AdagradConfig(Config):
-    """Parameters of `Adagrad`."""
-
-    lr: float = _lr(1e-2, "adagrad")
-    lr_decay: float = key(0.0, "how fast the learning rate falls with t", argument("adagrad", name="lr_decay"), low=0)
-    weight_decay: float = _weight_decay(0.0, "adagrad")
-    initial_accumulator_value: float = key(
-        0.0, "what the sum of squares begins with", argument("adagrad", name="initial_accumulator_value"), low=0
-    )
-    eps: float = _eps(1e-10, "adagrad")
-    maximize: bool = _maximize()
-    differentiable: bool = _differentiable()
-    foreach: bool | None = key(None, "torch's choice of implementation", _FOREACH)
-    fused: bool | None = key(None, "torch's choice of implementation", _FOREACH)
-
-
-@attrs.frozen
-class SgdConfig(Config):
-    """Parameters of torch's `SGD`."""
-
-    lr: float = _lr(1e-3, "sgd")
-    momentum: float = key(0.0, "decay of the running sum of gradients", argument("sgd", name="momentum"), low=0)
-    dampening: float = key(0.0, "share of the gradient that the sum leaves out", argument("sgd", name="dampening"))
-    weight_decay: float = _weight_decay(0.0, "sgd")
-    nesterov: bool = key(False, "look ahead along the momentum", argument("sgd", name="nesterov"))
-    maximize: bool = _maximize()
-    differentiable: bool = _differentiable()
-    foreach: bool | None = key(None, "torch's choice of implementation", _FOREACH)
-    fused: bool | None = key(None, "torch's choice of implementation", _FOREACH)
-
-
-@attrs.frozen
-class CompressedConfig(Config):
-    """Parameters of all optimizers with compressed communication."""
-
-    lr: float = key(1e-3, "learning rate", _TYPE, low=0)
-    betas: tuple[float, float] = key((0.9, 0.999), "decay of the running means", _TYPE)
-    eps: float = key(1e-8, "added to the denominator", _TYPE, low=0)
-    weight_decay: float = key(0.0, "decay of the parameters", _TYPE, low=0)
-    bias_correction: bool = key(True, "nothing: 0.19.6 never applies it here", _TYPE)
-    eps_inside_sqrt: bool = key(False, "add eps under the root", _TYPE)
-    amsgrad: bool = key(False, "keep the maximum of the second moment", _TYPE)
-    cuda_aware: bool = key(False, "MPI sends GPU memory itself", _TYPE)
-    comm_backend_name: str = key("nccl", "what carries the messages", _TYPE)
-
-
-@attrs.frozen
-class OneBitAdamConfig(CompressedConfig):
-    """Parameters of `OneBitAdam`."""
-
-    lr: float = _lr(1e-3, "onebit_adam")
-    freeze_step: int = _freeze_step("onebit_adam")
-    betas: tuple[float, float] = _betas(argument("onebit_adam", name="betas"))
-    eps: float = _eps(1e-8, "onebit_adam")
-    weight_decay: float = _weight_decay(0.0, "onebit_adam")
-    bias_correction: bool = key(True, "nothing", _NEVER_APPLIED)
-    eps_inside_sqrt: bool = key(False, "nothing", _NEVER_APPLIED)
-    amsgrad: bool = _amsgrad()
-    cuda_aware: bool = key(False, "MPI sends GPU memory itself", _CARRIED)
-    comm_backend_name: str = key("nccl", "what carries the messages", _CARRIED)
+SchedulerConfig:
+    type: str|None = None | its name |
+        schedules.warmup|schedules.warmup_decay|schedules.warmup_cosine|schedules.one_cycle|schedules.lr_range_test():
+        which of them
+    params: dict[str, Any] = {} | what it is made with; below, per type | schedules.warmup(): below
+"""
 
 
-@attrs.frozen
-class ZeroOneAdamConfig(CompressedConfig):
-    """Parameters of `ZeroOneAdam`."""
-
-    lr: float = _lr(1e-3, "zero_one_adam")
-    var_freeze_step: int = key(
-        100000,
-        "updates after which the variance stays",
-        argument("zero_one_adam", name="var_freeze_step", note="at least 1"),
-        unit="steps",
-        low=0,
-    )
-    var_update_scaler: int = key(
-        16,
-        "variance updates after which their interval doubles",
-        argument("zero_one_adam", name="var_update_scaler"),
-        low=1,
-    )
-    local_step_scaler: int = key(
-        32678,
-        "updates after which the interval of local steps doubles",
-        argument("zero_one_adam", name="local_step_scaler"),
-        unit="steps",
-        low=1,
-    )
-    local_step_clipper: int = key(
-        16, "longest interval of local steps", argument("zero_one_adam", name="local_step_clipper"), unit="steps", low=1
-    )
-    betas: tuple[float, float] = _betas(argument("zero_one_adam", name="betas"))
-    eps: float = _eps(1e-8, "zero_one_adam")
-    weight_decay: float = _weight_decay(0.0, "zero_one_adam")
-    bias_correction: bool = key(True, "nothing", _NEVER_APPLIED)
-    eps_inside_sqrt: bool = key(False, "nothing", _NEVER_APPLIED)
-    amsgrad: bool = _amsgrad()
-    cuda_aware: bool = key(False, "MPI sends GPU memory itself", _CARRIED)
-    comm_backend_name: str = key("nccl", "what carries the messages", _CARRIED)
-
-
-@attrs.frozen
-class OneBitLambConfig(CompressedConfig):
-    """Parameters of `OneBitLamb`."""
-
-    lr: float = _lr(1e-3, "onebit_lamb")
-    freeze_step: int = _freeze_step("onebit_lamb")
-    betas: tuple[float, float] = _betas(argument("onebit_lamb", name="betas"))
-    eps: float = _eps(1e-8, "onebit_lamb")
-    weight_decay: float = _weight_decay(0.0, "onebit_lamb")
-    max_coeff: float = key(
-        10.0, "upper bound of a parameter's trust ratio", argument("onebit_lamb", name="max_coeff"), low=0
-    )
-    min_coeff: float = key(
-        0.01, "lower bound of a parameter's trust ratio", argument("onebit_lamb", name="min_coeff"), low=0
-    )
-    coeff_beta: float = key(
-        0.9, "decay of the running mean of trust ratios", argument("onebit_lamb", name="coeff_beta"), low=0
-    )
-    factor_max: float = key(
-        4.0, "upper bound of the correction of a frozen ratio", argument("onebit_lamb", name="factor_max"), low=0
-    )
-    factor_min: float = key(
-        0.5, "lower bound of the correction of a frozen ratio", argument("onebit_lamb", name="factor_min"), low=0
-    )
-    factor_threshold: float = key(
-        0.1, "bound of the correction's change between updates", argument("onebit_lamb", name="factor_threshold"), low=0
-    )
-    bias_correction: bool = key(True, "nothing", _NEVER_APPLIED)
-    eps_inside_sqrt: bool = key(False, "nothing", _NEVER_APPLIED)
-    amsgrad: bool = _amsgrad()
-    cuda_aware: bool = key(False, "MPI sends GPU memory itself", _CARRIED)
-    comm_backend_name: str = key("nccl", "what carries the messages", _CARRIED)
-
-
-@attrs.frozen
-class MuonConfig(Config):
-    """Parameters of `Muon`, and of Adam for the parameters that are not matrices."""
-
-    lr: float | None = key(None, "learning rate of both; null: 0.02 and 0.0003", _TYPE, low=0)
-    muon_lr: float | None = key(None, "learning rate of matrices; null: `lr`", _TYPE, low=0)
-    adam_lr: float | None = key(None, "learning rate of the others; null: `lr`", _TYPE, low=0)
-    momentum: float = key(0.95, "decay of the running mean of matrices' gradients", _TYPE, low=0)
-    ns_method: str = key("gram", "how a matrix is made orthogonal", _TYPE)
-    betas: tuple[float, float] = key((0.9, 0.95), "decay of the others' running means", _TYPE)
-    eps: float = key(1e-10, "added to the others' denominator", _TYPE, low=0)
-    weight_decay: float = key(0.0, "share of a parameter that an update takes away", _TYPE, low=0)
-    adam_w_mode: bool = key(True, "decay the others themselves, not their gradient", _TYPE)
-    torch_adam: bool = key(False, "use torch's Adam for the others", _TYPE)
-    fp32_optimizer_states: bool | None = key(None, "keep moments in float32 on the CPU", _TYPE)
-
-
-PARAMETERS: dict[str, type[Config]] = {  # DeepSpeed's own in lower case; torch's as it is
-    "adam": AdamConfig,
-    "adamw": AdamConfig,
-    "lamb": LambConfig,
-    "lion": LionConfig,
-    "adagrad": AdagradConfig,
-    "SGD": SgdConfig,
-    "onebitadam": OneBitAdamConfig,
-    "zerooneadam": ZeroOneAdamConfig,
-    "onebitlamb": OneBitLambConfig,
-    "muon": MuonConfig,
-}
-SPELLED = {
-    "adam": "Adam",
-    "adamw": "AdamW",
-    "lamb": "Lamb",
-    "lion": "Lion",
-    "adagrad": "Adagrad",
-    "SGD": "SGD",
-    "onebitadam": "OneBitAdam",
-    "zerooneadam": "ZeroOneAdam",
-    "onebitlamb": "OneBitLamb",
-    "muon": "Muon",
-}
-NOT_YET = {"muon": "Muon by attributes of parameters: pass fds.by_name({...: fds.muon(...), ...})"}
-
-
-def kind_of(type_: str) -> str:
-    """Return the name of an optimizer in `PARAMETERS`: case matters for classes of torch.optim only.
-
-    >>> kind_of("AdamW"), kind_of("SGD"), kind_of("sgd") in PARAMETERS
-    ('adamw', 'SGD', False)
-    """
-    return type_ if type_ in PARAMETERS else type_.lower()
-
-
-@attrs.frozen
 class OptimizerConfig(Config):
     """`optimizer`: its type and parameters."""
-
-    type: str | None = key(
-        None,
-        "its name: one of DeepSpeed's own in any case, or a class of torch.optim",
-        argument(*_FUNCTIONS, note="which of them"),
-    )
-    params: dict[str, Any] = key(
-        dict, "what it is made with; below, per type", argument("adamw", note="below"), null=True
-    )
-    legacy_fusion: bool = key(
-        False,
-        "an older way to flatten float16 parameters",
-        NotApplicable("parameters are flat buckets whenever they are sharded"),
-    )
 
     def check(self) -> None:
         """Raise `ConfigError` for parameters that the optimizer does not take, or without an optimizer."""
@@ -343,7 +195,7 @@ class OptimizerConfig(Config):
                 got=f"null, {self.params!r:.60}",
                 want=f"type: one of {', '.join(SPELLED.values())}",
             )
-        if self.kind in PARAMETERS:
+        if self.kind in OPTIMIZERS:
             if "max_grad_norm" in self.params:
                 raise ConfigError(
                     "gradient clipping has its own key",
@@ -355,11 +207,103 @@ class OptimizerConfig(Config):
 
     @property
     def kind(self) -> str | None:
-        """The type, by its name in `PARAMETERS`."""
+        """The type, by its name in `OPTIMIZERS`."""
         return None if self.type is None else kind_of(self.type)
 
     @property
     def arguments(self) -> Any:
-        """The parameters, as a record of the optimizer's type, which must be in `PARAMETERS`."""
+        """The parameters, as a record of the optimizer's type, which must be in `OPTIMIZERS`."""
         with within("params."):
-            return PARAMETERS[str(self.kind)].from_dict(self.params, defaults=self.defaults)
+            return OPTIMIZERS[str(self.kind)].from_dict(self.params, defaults=self.defaults)
+
+
+class SchedulerConfig(Config):
+    """`scheduler`: its type and parameters."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` for unknown or missing parameters, or parameters without a scheduler."""
+        if self.type is None and self.params:
+            raise ConfigError(
+                "parameters without a scheduler",
+                where="type, params",
+                got=f"null, {self.params!r:.60}",
+                want=f"type: one of {', '.join(SCHEDULERS)}",
+            )
+        if self.type in SCHEDULERS:
+            if not isinstance(self.params, Mapping):
+                raise ConfigError(
+                    "a group of keys is a JSON object", where="params", got=repr(self.params)[:80], want="{...}"
+                )
+            missing = [name for name in REQUIRED.get(self.type, ()) if self.params.get(name) is None]
+            if missing:
+                raise MissingKeyError(
+                    "the scheduler lacks required parameters",
+                    where=", ".join(f"params.{name}" for name in missing),
+                    got=", ".join(f"{name}={self.params[name]!r}" for name in self.params) or "nothing",
+                    want=", ".join(missing),
+                )
+            self.arguments  # noqa: B018 (evaluated for its checks)
+
+    @property
+    def arguments(self) -> Any:
+        """The parameters, as a record of the scheduler's type, which must be in `SCHEDULERS`."""
+        with within("params."):
+            params = {name: _of_only_group(name, value) for name, value in self.params.items()}
+            return SCHEDULERS[str(self.type)].from_dict(params, defaults=self.defaults)
+
+
+def kind_of(type_: str) -> str:
+    """Return the name of an optimizer in `OPTIMIZERS`: case matters for classes of torch.optim only.
+
+    >>> kind_of("AdamW"), kind_of("SGD"), kind_of("sgd") in OPTIMIZERS
+    ('adamw', 'SGD', False)
+    """
+    return type_ if type_ in OPTIMIZERS else type_.lower()
+
+
+def _of_only_group(name: str, value: Any) -> Any:
+    """Return the only item of a list with one value per parameter group, other values unchanged."""
+    if name not in _BY_GROUP or not isinstance(value, list | tuple):
+        return value
+    if len(value) != 1:
+        raise ConfigError(
+            "a list has one number per parameter group, and a JSON has one group",
+            where=name,
+            got=f"{len(value)} numbers",
+            want="a number",
+            hint="groups with rates of their own: optimizer=fds.by_name({...})",
+        )
+    return value[0]
+
+
+_RECORDS = declare(globals(), _TABLE)
+SPELLED = {  # DeepSpeed's own in lower case; torch's as it is
+    name if name == "SGD" else name.lower(): name
+    for name in ("Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon")
+}
+_OTHERS = {"adamw": "Adam", "SGD": "Sgd"}  # whose record is not called as they are
+OPTIMIZERS: dict[str, type[Config]] = {
+    kind: _RECORDS[f"{_OTHERS.get(kind, name)}Config"] for kind, name in SPELLED.items()
+}
+COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")  # optimizers with compressed communication
+NOT_YET = {"muon": "Muon by attributes of parameters: pass fds.by_name({...: fds.muon(...), ...})"}
+SCHEDULERS: dict[str, type[Config]] = {
+    name: _RECORDS[f"{name}Config"]
+    for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+}
+_BY_GROUP = (
+    "warmup_min_lr",
+    "warmup_max_lr",
+    "cycle_min_lr",
+    "cycle_max_lr",
+    "cycle_min_mom",
+    "cycle_max_mom",
+    "lr_range_test_min_lr",
+)
+
+
+REQUIRED = {
+    "WarmupDecayLR": ("total_num_steps",),
+    "WarmupCosineLR": ("total_num_steps",),
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+}

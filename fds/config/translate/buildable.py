@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from fds.config.auto import auto_paths
-from fds.config.keys.groups import Groups
-from fds.config.meaning import Argument
+from fds.config.field import Argument
+from fds.config.keys import Groups
 from fds.config.record import Config
 from fds.config.translate.composition import clipping_call, loss_scale_call
 from fds.config.translate.function_call import FunctionCall

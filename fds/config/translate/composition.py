@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fds.config.keys.communication import DTYPES
-from fds.config.keys.groups import Groups
+from fds.config.keys import Groups
+from fds.config.keys.step import DTYPES
 from fds.config.translate.function_call import AxisOf, FunctionCall, Name
 from fds.config.translate.offloading import offload_call
 from fds.config.translate.optimizer import optimizer_call

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from fds.config.keys.groups import Groups
+from fds.config.keys import Groups
 from fds.config.translate.function_call import FunctionCall
 from fds.layout import MOST_BYTES
 

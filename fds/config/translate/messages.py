@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fds.config.keys.groups import Groups
+from fds.config.keys import Groups
 from fds.errors import ConfigError, nearest
 from fds.timing import OPERATIONS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 
-from fds.config.keys.groups import Groups
+from fds.config.keys import Groups
 from fds.monitors import CSV, Comet, Console, Sink, TensorBoard, WandB
 
 

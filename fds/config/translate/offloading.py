@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fds.config.keys.groups import Groups
-from fds.config.keys.offload import OffloadOptimizerConfig, OffloadParamConfig
+from fds.config.keys import Groups
+from fds.config.record import Config
 from fds.config.translate.function_call import FunctionCall, default
 
 _SUB_GROUP = 16  # bytes an element: master, two moments and gradient
@@ -29,7 +29,7 @@ def offload_call(config: Groups, *, low: bool) -> FunctionCall | None:
     )
 
 
-def _medium(config: Groups, of: OffloadOptimizerConfig | OffloadParamConfig | None) -> str | FunctionCall | None:
+def _medium(config: Groups, of: Config | None) -> str | FunctionCall | None:
     """Return where a group lets leaves live; None for the device."""
     if of is None or of.device == "none":
         return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fds.config.keys.groups import Groups
-from fds.config.keys.optimizer import NOT_YET, PARAMETERS
+from fds.config.keys import Groups
+from fds.config.keys.optimizer import NOT_YET, OPTIMIZERS
 from fds.config.translate.function_call import FunctionCall
 from fds.errors import ConfigError
 
@@ -31,7 +31,7 @@ _SPELLED = {"onebitadam": "onebit_adam", "onebitlamb": "onebit_lamb", "zeroonead
 
 def optimizer_call(config: Groups) -> FunctionCall | None:
     """Return the call of the optimizer, or None if the JSON has none that is supported."""
-    if config.optimizer is None or (kind := str(config.optimizer.kind)) not in PARAMETERS or kind in NOT_YET:
+    if config.optimizer is None or (kind := str(config.optimizer.kind)) not in OPTIMIZERS or kind in NOT_YET:
         return None
     parameters = config.optimizer.arguments
     function = "adamw" if kind == "adam" and parameters.adam_w_mode else kind.lower()
@@ -63,7 +63,7 @@ def _weight_decay(parameters: Any, function: str) -> float:
 
 def _base_lr(config: Groups) -> float:
     """Return the learning rate that a scheduler takes from the optimizer."""
-    if config.optimizer is None or config.optimizer.kind not in PARAMETERS:
+    if config.optimizer is None or config.optimizer.kind not in OPTIMIZERS:
         raise ConfigError(
             "the scheduler takes its peak from the optimizer, and the JSON has none",
             where="scheduler.params, optimizer.params.lr",

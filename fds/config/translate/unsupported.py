@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fds.config.field import AUTO
-from fds.config.keys import optimizer, scheduler
-from fds.config.keys.groups import Groups
+from fds.config.field import AUTO, NotYet
+from fds.config.keys import Groups, optimizer
 from fds.config.keys.zero import STAGE_3
-from fds.config.meaning import NotYet
 from fds.config.record import Config
 from fds.errors import NotSupportedError, did_you_mean
 
@@ -29,12 +27,12 @@ def unsupported_keys(config: Groups) -> Iterator[tuple[str, str]]:
     kind = config.optimizer.kind if config.optimizer is not None else None
     if kind in optimizer.NOT_YET:
         yield "optimizer.type", optimizer.NOT_YET[kind]
-    elif kind is not None and kind not in optimizer.PARAMETERS:
+    elif kind is not None and kind not in optimizer.OPTIMIZERS:
         near = did_you_mean(str(config["optimizer.type"]), optimizer.SPELLED.values())
         yield "optimizer.type", f"the optimizer {config['optimizer.type']!r} ({near}; or pass an Optimizer of your own)"
     type_ = config.scheduler.type if config.scheduler is not None else None
-    if type_ is not None and type_ not in scheduler.PARAMETERS:
-        near = did_you_mean(type_, scheduler.PARAMETERS)
+    if type_ is not None and type_ not in optimizer.SCHEDULERS:
+        near = did_you_mean(type_, optimizer.SCHEDULERS)
         yield "scheduler.type", f"the scheduler {type_!r} ({near}; or pass a schedule f(t) of your own)"
 
 

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "batch-without-the-ranks",
-        "fds/config/keys/batch.py",
+        "fds/config/keys/step.py",
         "steps = train // (micro * world_size) if train is not None and micro is not None else 1",
         "steps = train // micro if train is not None and micro is not None else 1",
         "the number of microbatches is that of one rank",
@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         "rules-that-are-left-out",
-        "fds/config/keys/parallelism.py",
+        "fds/config/keys/zero.py",
         "return self.autotp_size == AUTO or self.autotp_size > 1",
         "return False",
         "`autotp_size` has no effect, and rules of one's own are taken and do nothing",
@@ -141,17 +141,17 @@ MUTANTS = (
     ),
     Mutant(
         "zero-window-of-a-dynamic-scale",
-        "fds/config/keys/precision.py",
-        "if self.enabled is True and self.loss_scale == 0:",
-        "if self.enabled is True and self.loss_scale != 0:",
+        "fds/config/keys/step.py",
+        'for name in ("loss_scale_window", "min_loss_scale") if config.loss_scale == 0 else ():',
+        'for name in ("loss_scale_window", "min_loss_scale") if config.loss_scale != 0 else ():',
         "a dynamic loss scale with a window of 0 is taken",
         "tests/config/test_schema.py tests/config/test_composition.py tests/config/test_record.py",
     ),
     Mutant(
         "optimizer-on-a-disk-at-stage-2",
         "fds/config/keys/zero.py",
-        'if self.stage == 0 or (optimizer.device == "nvme" and self.stage < 3):',
-        'if self.stage == 0 or (optimizer.device == "nvme" and self.stage < 2):',
+        'if config.stage == 0 or (optimizer.device == "nvme" and config.stage < 3):',
+        'if config.stage == 0 or (optimizer.device == "nvme" and config.stage < 2):',
         "optimizer state may be offloaded to a disk at stage 2",
         "tests/config/test_schema.py tests/config/test_memory.py tests/config/test_record.py",
     ),

@@ -1,0 +1,257 @@
+"""Which data are trained on, in which order, and searches for batch sizes: curricula, autotuning, elasticity.
+
+In 0.19.6 each technique of data efficiency has its own switch (`curriculum_learning.enabled`,
+`dynamic_batching.enabled`, `random_ltd.enabled`); the switches of the groups around them are read but not used.
+`CurriculumConfig` is the legacy section, which shortens sequences. Required keys of a schedule have no default in
+0.19.6; here it is null.
+
+Source: `runtime/data_pipeline/` of DeepSpeed 0.19.6.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fds.config.rows import MissingKeyError, check_needed, check_order, contradiction, declare
+
+ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+_OF_SCHEDULES = {  # in 0.19.6; `custom` is a function of the program
+    "fixed_linear": ("schedule_config.total_curriculum_step", "schedule_config.difficulty_step"),
+    "fixed_root": (
+        "schedule_config.total_curriculum_step",
+        "schedule_config.difficulty_step",
+        "schedule_config.root_degree",
+    ),
+    "fixed_discrete": ("schedule_config.difficulty", "schedule_config.max_step"),
+}
+_REQUIRED = ("max_train_batch_size", "micro_batch_sizes")
+_VERSIONS = (0.1, 0.2)
+
+_TABLE = """
+@switches: n/a: the switches of the techniques below it decide, in 0.19.6 too
+
+CurriculumScheduleConfig [part of curriculum_learning.enabled]: How the difficulty grows with the step; which keys are
+        used depends on `schedule_type`.
+    total_curriculum_step: int|None = None; steps; > 0 | when the greatest difficulty is reached: fixed_linear,
+        fixed_root
+    difficulty_step: int|None = None; > 0 | difficulties are rounded down to multiples of this: fixed_linear, fixed_root
+    root_degree: int|None = None; > 0 | 2 grows like the square root, 3 like the cube root, 1 linearly: fixed_root
+    difficulty: tuple[int, ...]|None = None | one difficulty for each stretch of steps: fixed_discrete
+    max_step: tuple[int, ...]|None = None; steps | last step of each stretch but the last, which has no end:
+        fixed_discrete
+    ! intervals
+
+CurriculumConfig: `curriculum_learning`, as it was before data efficiency: training starts with short sequences.
+    enabled: bool = False | tell the model at each step how long sequences may be | not yet: curriculum learning by
+        length
+    curriculum_type: str|None = None | what is made easier; only 'seqlen' does anything
+    min_difficulty: int|None = None; tokens; > 0 | length at the first step
+    max_difficulty: int|None = None; tokens; > 0 | length from the end of the schedule on
+    schedule_type: ScheduleType|None = None | how lengths grow from the least to the greatest
+    schedule_config: CurriculumScheduleConfig | the numbers of the schedule
+    ! order min_difficulty max_difficulty
+    ! schedule
+
+CurriculumMetricConfig [part of curriculum_learning.enabled]: One metric of difficulty: files written by the analysis of
+        the data, and a schedule.
+    index_to_sample_path: str|None = None | file of the samples in the order of difficulty
+    index_to_metric_path: str|None = None | file of the difficulties in that order
+    difficulty_type: Literal["value", "percentile"]|None = None | whether difficulties are values of the measure or
+        hundredths of all samples
+    clustering_type: Literal["schedule_based", "single_cluster"]|None = None | draw from clusters that grow by the
+        schedule, or from all, which the program then eases
+    min_difficulty: int|None = None | greatest difficulty that is let through at first
+    max_difficulty: int|None = None | greatest difficulty from the end of the schedule on
+    schedule_type: ScheduleType|None = None | how the difficulty grows from the least to the greatest
+    = schedule_config
+    ! order min_difficulty max_difficulty
+
+CurriculumSamplingConfig: `curriculum_learning` of data sampling: batches are drawn from the samples that all metrics
+        allow.
+    enabled: bool = False | draw easy samples first | not yet: curriculum learning by metrics of the samples
+    data_cluster_path: str|None = None | folder for the indices of samples of like difficulty
+    curriculum_metrics: dict[str, CurriculumMetricConfig] = {} | measures of difficulty, by name
+    ! needed enabled curriculum_metrics
+
+DynamicBatchingConfig: `dynamic_batching` of data sampling: batches with about the same number of tokens, not of rows.
+    enabled: bool = False | fill batches by tokens | not yet: batches of a number of tokens
+    max_tokens: int|None = None; tokens; > 0 | tokens that a microbatch may have at most
+    min_batch_size: int = 1; rows; >= 0 | rows that a microbatch must have at least
+    max_batch_size: int|None = None; rows; > 0; no null | rows that a microbatch may have at most
+    lr_scaling_method: Literal["linear", "sqrt", "none"] = "linear" | how the learning rate follows the rows of a batch
+    sequence_picking_order: Literal["dataloader", "random", "seqlen"] = "dataloader" | in which order samples are
+        packed: as they come, shuffled, or short ones first
+    metrics_path: str|None = None | folder of the lengths of samples, measured there if it is empty
+    verbose: bool = False | print each batch | n/a: a step prints nothing
+    ! order min_batch_size max_batch_size
+    ! needed enabled max_tokens
+
+DataSamplingConfig: `data_sampling`: how batches are drawn from the data set.
+    enabled: bool = False | draw batches by what is below | @switches
+    num_epochs: int = 1000; epochs; > 0 | how often the data set is gone through at most | part of
+        curriculum_learning.enabled
+    num_workers: int = 0; processes; >= 0 | processes of a rank that load samples |
+        `fds.data.DistributedLoader(num_workers=)`: the loader of all batches has one number of workers
+    pin_memory: bool = False | load into page-locked memory | `fds.data.DistributedLoader(pin_memory=)`
+    curriculum_learning: CurriculumSamplingConfig | easy samples first
+    dynamic_batching: DynamicBatchingConfig | batches of about as many tokens
+
+TokensScheduleConfig [part of random_ltd.enabled]: The numbers of the schedule of kept tokens.
+    require_steps: int|None = None; steps; > 0 | when all tokens are kept
+    seq_per_step: int|None = None; tokens; > 0 | kept tokens are rounded down to multiples of this
+
+KeptTokensConfig [part of random_ltd.enabled]: `random_ltd_schedule`: how many tokens of a sequence the dropping layers
+        compute.
+    min_value: int|None = None; tokens; > 0 | kept at the first step
+    max_value: int|None = None; tokens; > 0 | kept at the end: the length of sequences
+    schedule_type: Literal["fixed_linear"]|None = None | how they grow from the least to all
+    schedule_config: TokensScheduleConfig | the numbers of the schedule
+    ! order min_value max_value
+
+LayerTokenRateConfig: `layer_token_lr_schedule`: a learning rate by computed tokens, not by steps. 0.19.6 refuses it.
+    enabled: bool = False | let the learning rate follow tokens | not yet: a learning rate by tokens of layers
+    total_layer_tokens: int|None = None; tokens; > 0 | tokens of all layers in all of the run
+    warmup_type: str|None = None | shape of the warm-up
+    warmup_layer_tokens: int|None = None; tokens; >= 0 | tokens of all layers in the warm-up
+
+RandomLtdConfig: `random_ltd`: most layers compute a random subset of the tokens, which grows to all of them.
+    enabled: bool = False | drop tokens at random in some layers | not yet: random layerwise token dropping
+    total_layer_num: int|None = None; layers; > 0 | layers of the model
+    random_ltd_layer_num: int|None = None; layers; > 0 | layers that drop tokens
+    random_ltd_layer_id: tuple[int, ...]|None = None | which layers those are: the numbers in their modules' names
+    model_mask_name: str|None = None | argument of a layer that is its attention mask
+    model_type: Literal["encoder", "decoder"]|None = None | whether masks are gathered by token or cut to the kept
+        length
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"]|None = None | which of rows and tokens is the first
+        dim of what layers pass on
+    random_ltd_schedule: KeptTokensConfig | how many tokens are kept, by step
+    layer_token_lr_schedule: LayerTokenRateConfig | a learning rate by tokens
+    ! length random_ltd_layer_num random_ltd_layer_id
+    ! order random_ltd_layer_num total_layer_num
+
+DataRoutingConfig: `data_routing`: which tokens go through which layers.
+    enabled: bool = False | route tokens by what is below | @switches
+    random_ltd: RandomLtdConfig | random layerwise token dropping
+
+DataEfficiencyConfig: `data_efficiency`: less data for the same loss.
+    enabled: bool = False | use what is below | @switches
+    seed: int = 1234 | of what is drawn at random in sampling | part of data_sampling.curriculum_learning.enabled
+    data_sampling: DataSamplingConfig | how batches are drawn
+    data_routing: DataRoutingConfig | which tokens layers compute
+
+ModelInfoConfig [part of autotuning.enabled]: `autotuning.model_info`: properties of the model, which would otherwise be
+        measured by a run.
+    profile: bool = False | run once only to find out what follows, and the memory of activations
+    num_params: int|None = None; elements; >= 0 | parameters of the whole model; null: count
+    hidden_size: int|None = None; elements; > 0 | width of the model, from which bucket sizes follow
+    num_layers: int|None = None; layers; > 0 | layers of the model
+
+AutotuningConfig: `autotuning`: the experiments, and which settings they try.
+    enabled: bool = False | run experiments, to find the fastest settings | not yet: autotuning
+    fast: bool = True | try ZeRO stages and microbatch sizes only, no buckets
+    results_dir: str = "autotuning_results" | directory for what the experiments measured
+    exps_dir: str = "autotuning_exps" | directory for the settings of each experiment
+    overwrite: bool = True; docs False | run again what has a result, instead of reading it
+    start_profile_step: int = 3; steps; >= 0; old start_step | step at which an experiment starts its clock, after some
+        to warm up
+    end_profile_step: int = 5; steps; >= 0; old end_step | step at which it stops its clock
+    metric: Literal["throughput", "latency", "flops"] = "throughput" | what ranks experiments: samples a second, seconds
+        a step, or FLOPs a second and GPU
+    metric_path: str|None = None | file for what an experiment measured; null: in the working directory
+    tuner_type: Literal["gridsearch", "random", "model_based"] = "gridsearch"; docs "model_based" | which experiment is
+        next: in order, at random, or by a fitted model of cost
+    tuner_early_stopping: int = 5; experiments; >= 0 | experiments without a better one after which the search ends
+    tuner_num_trials: int = 50; experiments; >= 0 | most experiments in one search
+    arg_mappings: dict[str, str]|None = None | key of this JSON -> option of the script that sets the same; experiments
+        set both
+    model_info: ModelInfoConfig|None = None | what is known of the model; null: a run finds out
+    model_info_path: str|None = None | file for what that run finds out; null: in the working directory
+    mp_size: int = 1; ranks; > 0 | ranks that share one copy of the model
+    max_train_batch_size: int|None = None; rows; > 0 | largest whole batch of an update to try; null: no bound
+    min_train_batch_size: int = 1; rows; > 0 | least whole batch of an update to try
+    max_train_micro_batch_size_per_gpu: int = 1024; rows; > 0 | largest microbatch to try
+    min_train_micro_batch_size_per_gpu: int = 1; rows; > 0 | least microbatch to try
+    num_tuning_micro_batch_sizes: int = 3; sizes; > 0 | microbatch sizes to try between the bounds
+    ! order start_profile_step end_profile_step if enabled
+    ! order min_train_batch_size max_train_batch_size if enabled
+    ! order min_train_micro_batch_size_per_gpu max_train_micro_batch_size_per_gpu if enabled
+
+ElasticityConfig: `elasticity`: the batch sizes and numbers of GPUs that are searched.
+    enabled: bool = False | choose the batch sizes so that many numbers of GPUs fit | not yet: elasticity
+    max_train_batch_size: int = 2000; rows; > 0 | largest whole batch of an update
+    micro_batch_sizes: tuple[int, ...] = (2, 4, 6); rows | rows that a GPU may compute at once
+    min_gpus: int = 1; GPUs; >= 1 | fewest GPUs that must fit
+    max_gpus: int = 10000; GPUs; >= 1 | most GPUs that must fit
+    min_time: int = 0; minutes; >= 0 | running time before the job may be scaled; 0: not known
+    prefer_larger_batch: bool = True; old prefer_large_batch | of batches that as many numbers of GPUs divide, take the
+        largest, not the least
+    ignore_non_elastic_batch_info: bool = False | overrule batch sizes given outside this section; else they are refused
+    version: float = 0.2; >= 0.1; <= 0.2 | how to search: 0.1 counts GPUs; 0.2 counts nodes and knows model parallelism
+    num_gpus_per_node: int = 1; GPUs; >= 1 | GPUs of a node, which come and go together
+    model_parallel_size: int = 1; GPUs; >= 1 | GPUs that share one copy of the model
+    ! required if enabled
+    ! sizes if enabled
+    ! gpus if enabled
+"""
+
+
+def _check_intervals(config: Any) -> None:
+    levels, ends = config.difficulty, config.max_step
+    if isinstance(levels, tuple) and isinstance(ends, tuple) and len(levels) != len(ends) + 1:
+        raise contradiction(
+            config,
+            "intervals of steps and their ends do not match",
+            "difficulty",
+            "max_step",
+            want="one difficulty more than ends: the last interval has no end",
+        )
+    if isinstance(ends, tuple) and list(ends) != sorted(ends):
+        raise contradiction(config, "the ends of intervals decrease", "max_step", want="increasing steps")
+
+
+def _check_schedule(config: Any) -> None:
+    needed = _OF_SCHEDULES.get(config.schedule_type, ())
+    check_needed(config, "enabled", "min_difficulty", "max_difficulty", "schedule_type", *needed)
+
+
+def _check_required(config: Any) -> None:
+    if missing := [name for name in _REQUIRED if name not in config.given]:
+        names = " and ".join(missing)
+        raise MissingKeyError(
+            "elasticity has no sizes to search",
+            where=", ".join(["enabled", *missing]),
+            got=f"enabled=True without {names}",
+            want=f"{names}, given explicitly",
+        )
+
+
+def _check_sizes(config: Any) -> None:
+    most, sizes = config.max_train_batch_size, config.micro_batch_sizes
+    if not isinstance(sizes, tuple):  # "auto"
+        return
+    if not sizes or min(sizes) < 1:
+        want = "a list of at least one number, each at least 1"
+        raise contradiction(config, "microbatches need sizes of at least 1", "micro_batch_sizes", want=want)
+    if isinstance(most, int) and max(sizes) > most:
+        want = f"each of micro_batch_sizes at most {most}"
+        raise contradiction(config, "a microbatch is larger than the batch", *_REQUIRED, want=want)
+
+
+def _check_gpus(config: Any) -> None:
+    check_order(config, "min_gpus", "max_gpus")
+    version, node, model = config.version, config.num_gpus_per_node, config.model_parallel_size
+    if isinstance(version, float) and version not in _VERSIONS:
+        want = " or ".join(map(str, _VERSIONS))
+        raise contradiction(config, "there is no such version", "version", want=want)
+    if not isinstance(model, int):  # "auto"
+        return
+    if version == _VERSIONS[0] and model > 1:
+        names = "version", "model_parallel_size"
+        raise contradiction(config, "this version does not support model parallelism", *names, want="version 0.2")
+    if isinstance(node, int) and node % model:
+        names = "num_gpus_per_node", "model_parallel_size"
+        want = "a model_parallel_size that divides num_gpus_per_node"
+        raise contradiction(config, "copies of the model do not fill a node", *names, want=want)
+
+
+declare(globals(), _TABLE)
