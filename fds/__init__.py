@@ -87,7 +87,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.data import DistributedLoader, RepeatingLoader
 
     # for those who come from DeepSpeed
-    from fds.config.arguments import add_config_arguments
+    from fds.config.initialize import add_config_arguments
     from fds.config.initialize import initialize
 
     # rooms that are used by name
@@ -165,8 +165,7 @@ __getattr__, __dir__ = lazily(
         "fds.debugging": "check_ranks dump_state watch",
         "fds.reporting": "record_run report",
         "fds.data": "DistributedLoader RepeatingLoader",
-        "fds.config.arguments": "add_config_arguments",
-        "fds.config.initialize": "initialize",
+        "fds.config.initialize": "add_config_arguments initialize",
         "fds.errors": "FdsError",
     },
     submodules="autodiff collectives command_line config containers curvature data debugging display errors kernels "

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from fds.command_line.parser import Parser, count
+from fds.config.composition import axes_of, data_ranks
 from fds.config.explain import explanation
 from fds.config.field import EDITIONS
+from fds.config.reading import Unknown
 from fds.config.schema import schema
 from fds.config.table import table
 from fds.config.training import TrainingConfig
-from fds.config.translate.composition import axes_of, data_ranks
-from fds.config.unknown import Unknown
 from fds.errors import ConfigError, MeshError
 
 Options = argparse.Namespace

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import glob
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
-from torch import nn
+from torch import Tensor, nn
 
 from fds.collectives import Mesh, init_distributed, mesh as make_mesh, worlds
 from fds.collectives.launch import launched
-from fds.config.agreement import resolve_on_all_ranks
-from fds.config.arguments import config_of
-from fds.config.model_loss import loss_and_params
+from fds.config.composition import axes_of, calls, data_ranks, embeddings_of
+from fds.config.reading import Unknown
 from fds.config.training import TrainingConfig
-from fds.config.translate.composition import axes_of, calls, data_ranks, embeddings_of
-from fds.config.unknown import Unknown
 from fds.data import DistributedLoader
-from fds.errors import BatchError, ConfigError, DataError, MeshError
-from fds.loss import Layers
+from fds.errors import BatchError, ComposeError, ConfigError, DataError, FdsError, LossError, MeshError
+from fds.loss import Layers, functional, with_buffers
 from fds.microbatches import Microbatches
 from fds.optim import Optimizer
 from fds.state import State
 from fds.step import Split, Step, Transform, compose, rows
+from fds.step.checks.forms import takes
 from fds.transforms.freeze import freeze
 
 
@@ -78,7 +79,8 @@ def initialize(
     ranks = _mesh_of(mesh)
 
     def resolve() -> TrainingConfig:
-        read = _read(config_of(args, config), unknown)
+        source = config_of(args, config)
+        read = source if isinstance(source, TrainingConfig) else TrainingConfig.of(source, unknown=unknown)
         axes = axes_of(read.filled(auto or {}), ranks.size) if mesh is None else ranks.shape
         resolved = read.resolve(world_size=data_ranks(axes), auto=auto)
         _check_given_once(resolved, optimizer, schedule)
@@ -140,10 +142,6 @@ def _split(config: TrainingConfig, split: Split) -> SplitRows:
         rows=batch.train_micro_batch_size_per_gpu * batch.gradient_accumulation_steps,
         shorter="dataloader_drop_last" in loading.given and not loading.dataloader_drop_last,
     )
-
-
-def _read(config: Any, unknown: Unknown) -> TrainingConfig:
-    return config if isinstance(config, TrainingConfig) else TrainingConfig.of(config, unknown=unknown)
 
 
 def _mesh_of(mesh: Any) -> Mesh:
@@ -256,3 +254,165 @@ def _loader(
         if "last=" in hint:  # not an argument of `initialize`: name the key instead
             hint = '"dataloader_drop_last": false, or a smaller train_batch_size'
         raise DataError(error.what, where=error.where, got=error.got, want=error.want, hint=hint) from error
+
+
+def resolve_on_all_ranks(mesh: Mesh, resolve: Callable[[], TrainingConfig], key: int) -> TrainingConfig:
+    """Return the result of `resolve`, once it and `key` are known to be equal on all ranks. Collective.
+
+    Raises `ConfigError` on every rank if one cannot resolve its configuration, and if they differ, with the JSON
+    paths.
+    """
+    config = error = None
+    try:
+        config = resolve()
+    except FdsError as caught:
+        error = caught
+    mine = None if config is None else {**dict(_flat(config.to_dict(full=True))), "key": key}
+    replies = mesh[tuple(mesh.shape)].exchange([mine, error and error.what, error and error.where], "configuration")
+    if error is not None:
+        raise error
+    assert config is not None and mine is not None
+    for rank, (other, what, where) in enumerate(replies):
+        if other is None:
+            raise ConfigError(f"rank {rank}: {what}", where=where)
+    for rank, (other, _, _) in enumerate(replies):
+        paths = [path for path in sorted({*mine, *other}) if mine.get(path) != other.get(path)]
+        if paths:
+            raise ConfigError(
+                "the ranks have different configurations",
+                where=", ".join(paths[:8]),
+                got=f"{other.get(paths[0])!r} on rank {rank}",
+                want=f"{mine.get(paths[0])!r}, as here",
+            )
+    return config
+
+
+def _flat(data: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield path + name, json.loads(json.dumps(value, default=repr))
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--fds` and `--fds_config PATH` to a parser, and their aliases `--deepspeed` and `--deepspeed_config`.
+
+    `fds.initialize(..., args=args)` reads `args.fds_config`; `args.fds` is only a flag.
+
+    >>> parser = add_config_arguments(argparse.ArgumentParser())
+    >>> parser.parse_args(["--deepspeed", "--deepspeed_config", "ds_config.json"])
+    Namespace(fds=True, fds_config='ds_config.json')
+    """
+    group = parser.add_argument_group("fds", "training by fds")
+    group.add_argument("--fds", "--deepspeed", dest="fds", action="store_true", help="train with fds")
+    group.add_argument(
+        "--fds_config",
+        "--fds-config",
+        "--deepspeed_config",
+        dest="fds_config",
+        metavar="PATH",
+        help="DeepSpeed's configuration, a JSON file",
+    )
+    return parser
+
+
+def config_of(args: Any, config: Any) -> Any:
+    """Return the configuration, from one of the two. Raises `ConfigError` if both or neither are given."""
+    paths = [value for name in ("fds_config", "deepspeed_config") if (value := getattr(args, name, None)) is not None]
+    configs = [config] * (config is not None) + paths[:1]
+    if len(configs) != 1:
+        raise ConfigError(
+            "exactly one configuration is needed",
+            where="config, args.fds_config",
+            got="both" if configs else "neither",
+            want="one of them: config=, a TrainingConfig, a dict or a path, or --fds_config on the command line",
+        )
+    return configs[0]
+
+
+def loss_and_params(model: Any, loss: Callable | None) -> tuple[Any, Any]:
+    """Return `loss_fn(params, batch)` of a module or `Layers`, and the argument of `step.init`.
+
+    Raises `ComposeError` for a model or a loss that cannot be used.
+    """
+    if isinstance(model, Layers):
+        if loss is not None:
+            raise ComposeError(
+                "`Layers` have their own criterion",
+                where="loss",
+                got=f"{loss!r:.60} and Layers",
+                want="fds.Layers(layers, criterion)",
+            )
+        return model, model.init
+    if not isinstance(model, nn.Module):
+        raise ComposeError("not a model", where="model", got=type(model).__name__, want="a module, or fds.Layers")
+    if any(x.is_meta for x in model.parameters()):
+        raise ComposeError(
+            "the parameters of the module have no values",
+            where="model",
+            got="parameters on meta",
+            want="step.init(fds.recipe(Model)) of fds.compose(*config.transforms(mesh))(loss_fn)",
+        )
+    if loss is not None and not takes(2)(loss):
+        raise ComposeError("not a loss", where="loss", got=repr(loss)[:60], want="loss(model, batch) -> scalar")
+    apply, params, buffers = functional(model)
+    name = type(model).__name__ if loss is None else getattr(loss, "__name__", type(loss).__name__)
+    loss = _loss_of_module if loss is None else loss
+    if not _changes_buffers(model):
+        plain = lambda params, batch: loss(_Model(functools.partial(apply, params)), batch)
+        plain.__name__ = name
+        return plain, params
+
+    def threaded(params: Any, batch: Any, buffers: dict[str, Tensor]) -> tuple[Any, dict, dict[str, Tensor]]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal buffers
+            out, buffers = apply.with_buffers(params, buffers, *args, **kwargs)
+            return out
+
+        value = loss(_Model(call), batch)
+        value, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
+        return value, metrics, buffers
+
+    threaded.__name__ = name
+    return with_buffers(threaded, buffers), params
+
+
+class _AttributeError(LossError, AttributeError):
+    """An `AttributeError`, so that `hasattr` and `getattr` with a default work."""
+
+
+@attrs.frozen(eq=False)
+class _Model:
+    """What a loss receives in place of the module: called like it, but with the parameters of the step."""
+
+    call: Callable
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _AttributeError(
+            "the model that a loss receives can be called, but has no attributes",
+            where="loss(model, batch)",
+            got=f"model.{name}",
+            want="model(...)",
+            hint="read settings from the module itself; for the parameters of the step, use loss_fn(params, batch) "
+            "with fds.compose(*config.transforms(mesh))(loss_fn)",
+        )
+
+
+def _loss_of_module(model: Callable, batch: Any) -> Any:
+    """Return the loss that the module itself computes."""
+    if isinstance(batch, Mapping):
+        out = model(**batch)
+    else:
+        out = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    return getattr(out, "loss", out)
+
+
+def _changes_buffers(model: nn.Module) -> bool:
+    """Return whether the module has batch statistics; changes of other buffers are refused when they happen."""
+    return any(
+        isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats for module in model.modules()
+    )

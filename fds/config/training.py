@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, Self
 
 from torch import nn
 
 from fds.collectives import Axis, Mesh, worlds
+from fds.config import composition
+from fds.config.buildable import check_buildable
 from fds.config.explain import explanation
 from fds.config.field import Edition
 from fds.config.keys import Groups
-from fds.config.reading import read
+from fds.config.reading import Unknown, naming_the_option, read, with_known_keys
 from fds.config.record import UnknownKeyError
-from fds.config.translate import composition
-from fds.config.translate.buildable import check_buildable
-from fds.config.translate.messages import operations
-from fds.config.translate.monitors import printed_every, sinks
-from fds.config.translate.optimizer import schedule_call
-from fds.config.translate.unsupported import check_supported
-from fds.config.unknown import Unknown, naming_the_option, with_known_keys
+from fds.config.updates import schedule_call
 from fds.curvature import Eigenvalue, top_eigenvalue
 from fds.debugging import dump_state
-from fds.errors import ComposeError, ConfigError, MeshError
-from fds.monitors import Monitor, monitor
+from fds.errors import ComposeError, ConfigError, MeshError, nearest
+from fds.monitors import CSV, Comet, Console, Monitor, Sink, TensorBoard, WandB, monitor
 from fds.schedules.curve import Curve
 from fds.state import State
 from fds.step import Step, Transform
-from fds.timing import MemoryBreakdown, Messages, Timed, memory_breakdown, messages, timed
+from fds.timing import OPERATIONS, MemoryBreakdown, Messages, Timed, memory_breakdown, messages, timed
 
 
 class TrainingConfig(Groups):
@@ -79,7 +77,7 @@ class TrainingConfig(Groups):
         """
         call = schedule_call(self.filled({}))
         if call is None and self.scheduler is not None and self.scheduler.type is not None:
-            check_supported(self)
+            composition.check_supported(self)
         return None if call is None else call.build(None)
 
     def transforms(self, mesh: Mesh, *, model: nn.Module | None = None) -> tuple[Transform, ...]:
@@ -214,3 +212,71 @@ def _sizes(mesh: Any) -> dict[str, int]:
     if not isinstance(mesh, Mesh):
         raise MeshError("not a mesh", got=repr(mesh)[:80], want="fds.mesh(dp=-1)")
     return mesh.shape
+
+
+def sinks(config: Groups) -> list[Sink]:
+    """Return where a resolved configuration has metrics written. Raises `FdsError` for a package that is missing."""
+    found: list[Sink] = []
+    for group, make in ((config.tensorboard, TensorBoard), (config.csv_monitor, CSV)):
+        if group.enabled:
+            found.append(make(os.path.join(group.output_path or "", group.job_name)))
+    if config.wandb.enabled:
+        found.append(WandB(config.wandb.project, team=config.wandb.team, group=config.wandb.group))
+    if (comet := config.comet).enabled:
+        assert config.batch.train_batch_size is not None
+        found.append(
+            Comet(
+                comet.project,
+                workspace=comet.workspace,
+                name=comet.experiment_name,
+                experiment_key=comet.experiment_key,
+                mode=comet.mode,
+                online=comet.online,
+                api_key=comet.api_key,
+                every=math.ceil(comet.samples_log_interval / config.batch.train_batch_size),
+            )
+        )
+    if (every := printed_every(config)) is not None:
+        found.append(Console(every=every))
+    return found
+
+
+def printed_every(config: Groups) -> int | None:
+    """Return the calls between two lines of the console; None for no lines."""
+    calls = config.logging.steps_per_print
+    return None if calls is None or calls == math.inf else math.ceil(calls)
+
+
+# DeepSpeed's names of what has another name here, and of what is never sent.
+_SAME = {"isend": "send", "irecv": "recv", "monitored_barrier": "barrier", "broadcast_object_list": "exchange"}
+_SAME |= {"all_gather_object": "exchange", "inference_all_reduce": "all_reduce"}
+_NEVER = ("gather", "reduce", "scatter")
+_ENDINGS = r"(_into_tensor|_tensor|_base|_coalesced|_single|_fn)+$"
+
+
+def operations(config: Groups) -> list[str] | None:
+    """Return the operations that a configuration has logged, None for all.
+
+    Raises `ConfigError` for a name that is no operation.
+    """
+    asked = config.comms_logger
+    return None if asked.prof_all else list(dict.fromkeys(op for name in asked.prof_ops for op in _named(name)))
+
+
+def _named(name: str) -> list[str]:
+    """Return the operation of this name, nothing for one that is never sent.
+
+    >>> _named("all_gather_into_tensor"), _named("isend"), _named("scatter")
+    (['all_gather'], ['send'], [])
+    """
+    short = re.sub(_ENDINGS, "", name)
+    found = _SAME.get(short, short)
+    if found not in OPERATIONS and found not in _NEVER:
+        raise ConfigError(
+            "no such operation",
+            where="comms_logger.prof_ops",
+            got=repr(name),
+            want=", ".join(OPERATIONS),
+            hint=nearest(short, OPERATIONS),
+        )
+    return [found] if found in OPERATIONS else []

@@ -10,11 +10,11 @@ import torch
 
 import fds
 from fds.config import TrainingConfig
+from fds.config.composition import axes_of, calls
 from fds.config.field import Argument, keys
+from fds.config.function_call import FUNCTIONS, AxisOf, FunctionCall
 from fds.config.keys import optimizer
 from fds.config.record import Config, record_of
-from fds.config.translate.composition import axes_of, calls
-from fds.config.translate.function_call import FUNCTIONS, AxisOf, FunctionCall
 from fds.errors import ConfigError, MeshError, NotSupportedError
 
 DP2, PP2, TP2, SP2 = {"dp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "sp": 2}

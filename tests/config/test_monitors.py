@@ -9,7 +9,7 @@ from torch import nn
 
 import fds
 from fds.config import TrainingConfig
-from fds.config.translate.monitors import sinks
+from fds.config.training import sinks
 from fds.errors import FdsError, MeshError
 
 JSON = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
@@ -37,8 +37,8 @@ def test_a_json_with_monitors_trains_and_writes(tmp_path, capsys):
 
 def test_samples_between_two_values_become_calls_and_names_go_where_they_belong(monkeypatch):
     made = []
-    monkeypatch.setattr("fds.config.translate.monitors.Comet", lambda *a, **k: made.append((a, k)))
-    monkeypatch.setattr("fds.config.translate.monitors.WandB", lambda *a, **k: made.append((a, k)))
+    monkeypatch.setattr("fds.config.training.Comet", lambda *a, **k: made.append((a, k)))
+    monkeypatch.setattr("fds.config.training.WandB", lambda *a, **k: made.append((a, k)))
     sinks(TrainingConfig.of({
         **JSON,
         "wandb": {"enabled": True, "group": "g", "team": "t"},

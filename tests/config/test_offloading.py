@@ -9,8 +9,8 @@ import pytest
 
 import fds
 from fds.config import TrainingConfig
-from fds.config.translate.composition import compose_supported
-from fds.config.translate.memory import rank_memory
+from fds.config.composition import compose_supported
+from fds.config.explain import rank_memory
 from tests.bits import assert_same_bits
 from tests.config.test_memory import LAYER, LAYERS, layers, loss_fn, said
 from tests.config.test_shapes import LOSS, SHAPES, parsed, rows

@@ -12,13 +12,12 @@ from typing import Any, Literal
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from fds.config import FP16Config, TrainingConfig
+from fds.config import FP16Config, TrainingConfig, updates as update
 from fds.config.auto import auto_paths
+from fds.config.composition import loss_scale_call
 from fds.config.field import AUTO, EDITIONS, Key, flat_keys
 from fds.config.keys import optimizer
 from fds.config.record import Config, record_of
-from fds.config.translate import optimizer as update
-from fds.config.translate.composition import loss_scale_call
 from fds.errors import ConfigError
 
 WORDS = st.text("abcxyz_.*", min_size=1, max_size=8)

@@ -163,7 +163,7 @@ def of_deepspeed(said, world, mpu=None):
 
 
 def of_fds(said, axes):
-    from fds.config.translate.composition import data_ranks
+    from fds.config.composition import data_ranks
 
     try:
         batch = TrainingConfig.of(said).resolve(world_size=data_ranks(axes)).batch

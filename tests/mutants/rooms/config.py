@@ -13,7 +13,7 @@ MUTANTS = (
     ),
     Mutant(
         "replicas-are-no-data-ranks",
-        "fds/config/translate/composition.py",
+        "fds/config/composition.py",
         'return axes["dp"] * axes.get("node", 1) * axes.get("replicate", 1)',
         'return axes["dp"] * axes.get("node", 1)',
         "replicas do not count among the ranks that share a batch",
@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         "ranks-that-share-layers-are-data-ranks",
-        "fds/config/translate/composition.py",
+        "fds/config/composition.py",
         'return axes["dp"] * axes.get("node", 1) * axes.get("replicate", 1)',
         'return axes["dp"] * axes.get("node", 1) * axes.get("replicate", 1) * axes.get("tp", 1)',
         "the batch is divided among all ranks, those that pass the same rows too",
@@ -29,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         "state-that-ranks-of-a-row-all-have",
-        "fds/config/translate/composition.py",
+        "fds/config/composition.py",
         'in_node = "dp,sp" if axes.get("sp", 1) > 1 else "dp"',
         'in_node = "dp"',
         "ZeRO slices over the data ranks alone, and every rank of a sequence has the same slice",
@@ -37,7 +37,7 @@ MUTANTS = (
     ),
     Mutant(
         "messages-of-a-sequence-as-of-data",
-        "fds/config/translate/composition.py",
+        "fds/config/composition.py",
         'sent.seq_parallel_communication_data_type if axes.get("sp", 1) > 1 else sent.communication_data_type',
         "sent.communication_data_type",
         "the dtype of messages between ranks that share rows has no effect",
@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         "neighbours-that-share-nothing",
-        "fds/config/translate/composition.py",
+        "fds/config/composition.py",
         "return data | {name: size for name, size in shared.items() if size > 1}",
         "return {name: size for name, size in shared.items() if size > 1} | data",
         "layers are shared by ranks that are far from each other, others than in DeepSpeed",
@@ -69,7 +69,7 @@ MUTANTS = (
     ),
     Mutant(
         "bytes-as-if-rows-were-whole",
-        "fds/config/translate/memory.py",
+        "fds/config/explain.py",
         'in_node = axes["dp"] * axes.get("sp", 1)',
         'in_node = axes["dp"]',
         "explain tells of larger slices than ranks that share rows hold",
@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "prescale-by-the-factor",
-        "fds/config/translate/composition.py",
+        "fds/config/composition.py",
         "float(own) if communication.prescale_gradients else factor if factor != 1 else None",
         "factor if factor != 1 else float(own) if communication.prescale_gradients else None",
         "where both are given, the predivide factor wins over prescaling",
@@ -93,7 +93,7 @@ MUTANTS = (
     ),
     Mutant(
         "small-parameters-one-less",
-        "fds/config/translate/composition.py",
+        "fds/config/composition.py",
         "zero.stage3_param_persistence_threshold + 1}",
         "zero.stage3_param_persistence_threshold}",
         "parameters of exactly the threshold do not stay whole, as DeepSpeed's do",
@@ -101,7 +101,7 @@ MUTANTS = (
     ),
     Mutant(
         "sums-in-float32",
-        "fds/config/translate/composition.py",
+        "fds/config/composition.py",
         "accumulate = compute if accumulate_name is None else DTYPES[accumulate_name]",
         "accumulate = torch.float32 if accumulate_name is None else DTYPES[accumulate_name]",
         "16-bit gradients are added in float32 where DeepSpeed adds in 16 bit",
@@ -109,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "host-checkpoints-without-an-interval",
-        "fds/config/translate/composition.py",
+        "fds/config/composition.py",
         'if not every and store == "device" and partition is None:',
         "if not every and partition is None:",
         "`cpu_checkpointing` has no effect without an interval",
@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         "adam-is-adamw",
-        "fds/config/translate/optimizer.py",
+        "fds/config/updates.py",
         'function = "adamw" if kind == "adam" and parameters.adam_w_mode else kind.lower()',
         'function = "adamw" if kind == "adam" else kind.lower()',
         "`adam_w_mode: false` has no effect",
@@ -125,7 +125,7 @@ MUTANTS = (
     ),
     Mutant(
         "schedule-on-time",
-        "fds/config/translate/optimizer.py",
+        "fds/config/updates.py",
         'return FunctionCall("schedules.delayed", (curve,))',
         "return curve",
         "learning rates come one update earlier than DeepSpeed's",
@@ -133,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "momentum-begins-high",
-        "fds/config/translate/optimizer.py",
+        "fds/config/updates.py",
         "before=float(p.cycle_min_mom)",
         "before=float(p.cycle_max_mom)",
         "a cycle's first update uses the higher momentum",
@@ -157,7 +157,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory-of-replicas",
-        "fds/config/translate/memory.py",
+        "fds/config/explain.py",
         "num_shards = ranks if stage else 1",
         "num_shards = ranks",
         "at stage 0 the memory of a rank is stated as if it were sliced",
@@ -165,7 +165,7 @@ MUTANTS = (
     ),
     Mutant(
         "hpz-of-another-size",
-        "fds/config/translate/composition.py",
+        "fds/config/composition.py",
         "min(secondary, slices) if secondary > 1 else None",
         'axes["dp"] if secondary > 1 else None',
         "a mesh whose nodes have another size than the JSON says is taken",
@@ -173,7 +173,7 @@ MUTANTS = (
     ),
     Mutant(
         "patterns-of-embeddings",
-        "fds/config/translate/composition.py",
+        "fds/config/composition.py",
         "[glob.escape(name) for name, x in model.named_parameters() if id(x) in weights",
         "[name for name, x in model.named_parameters() if id(x) in weights",
         "an embedding whose name has brackets is another's pattern",
@@ -181,7 +181,7 @@ MUTANTS = (
     ),
     Mutant(
         "rows-without-a-module",
-        "fds/config/translate/composition.py",
+        "fds/config/composition.py",
         "if embeddings is None and _sends_rows(config):",
         "if False:",
         "without a module the key means whatever is called *embed*",
@@ -189,7 +189,7 @@ MUTANTS = (
     ),
     Mutant(
         "zeropp-in-one-hop",
-        "fds/config/translate/composition.py",
+        "fds/config/composition.py",
         'return way if node is None else FunctionCall("transports.hierarchical", (way,))',
         "return way",
         "quantized messages go between nodes as often as inside them",
@@ -197,7 +197,7 @@ MUTANTS = (
     ),
     Mutant(
         "second-slices-untold",
-        "fds/config/translate/memory.py",
+        "fds/config/explain.py",
         'if shard.argument("secondary") is not None:',
         "if False:",
         "the memory of hpZ is not stated",

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from fds.config.auto import auto_paths
+from fds.config.composition import clipping_call, loss_scale_call
 from fds.config.field import Argument
+from fds.config.function_call import FunctionCall
 from fds.config.keys import Groups
 from fds.config.record import Config
-from fds.config.translate.composition import clipping_call, loss_scale_call
-from fds.config.translate.function_call import FunctionCall
-from fds.config.translate.optimizer import optimizer_call, schedule_call
+from fds.config.updates import optimizer_call, schedule_call
 from fds.errors import ConfigError, FdsError
 
 _CALLS = (  # function that returns a call, and the groups that it reads

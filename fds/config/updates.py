@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from fds.config.function_call import FunctionCall
 from fds.config.keys import Groups
 from fds.config.keys.optimizer import NOT_YET, OPTIMIZERS
-from fds.config.translate.function_call import FunctionCall
 from fds.errors import ConfigError
 
 _SAME_NAMES = {  # function -> parameters whose names are the same in the JSON
