@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Self
 
+import attrs
 from torch import nn
 
 from fds.collectives import Axis, Mesh, worlds
@@ -206,6 +207,9 @@ class TrainingConfig(Groups):
                 "not a number of parameters", where="num_parameters", got=repr(num_parameters), want="1 or more"
             )
         return str(explanation(self, mesh if isinstance(mesh, Mapping) else _sizes(mesh), num_parameters))
+
+
+attrs.frozen(TrainingConfig, slots=False)  # in place: a decorator would hide from editors that keys are taken
 
 
 def _sizes(mesh: Any) -> dict[str, int]:
