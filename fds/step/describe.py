@@ -236,7 +236,7 @@ def _tried(step: Stations, structure: Structure, state: State, batch: Any) -> tu
     step, tallies = _counting(step)
     held = StateTensors(structure, tree.leaves(state.params), [], [])
     setup = attrs.evolve(Setup.of(step, state, held), scale=None, residency=step.place.residency, own_sums=SUMMED)
-    found = local_gradients(step, setup, batch, None)
+    found = local_gradients(step, setup, batch)
     unused = tuple(name for name, some in zip(structure.trained_names, found.used, strict=True) if not some)
     places: dict[str, int] = {}
     for place, tally in tallies:

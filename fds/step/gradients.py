@@ -59,12 +59,15 @@ class Gradients:
         return attrs.evolve(self, scale=self.scale.to(torch.float32))
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Measure:
     """The station `measure`: what is computed on the gradients of every step."""
 
     norm: bool = False  # the global norm, and with it the flag that every element is finite
     skips: bool = False  # whether a step of which one is not is skipped
+
+    def __repr__(self) -> str:
+        return f"Measure(norm={self.norm}{', skips=True' * self.skips})"
 
 
 def written_over(leaves: Sequence[Tensor], landing: Landing | None) -> Iterator[Tensor]:

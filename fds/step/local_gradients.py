@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,12 +20,22 @@ from fds.step.sharding.buckets import Bucketed
 from fds.step.sums import InPlace
 
 
-def local_gradients(step: Stations, setup: Setup, batch: Any, ahead: Speculation | None) -> LocalGradients:
+class Update(Protocol):
+    """What a call will make of its gradients."""
+
+    @property
+    def ahead(self) -> Speculation | None:
+        """The part of it that begins in backward."""
+        ...
+
+
+def local_gradients(step: Stations, setup: Setup, batch: Any, update: Update | None = None) -> LocalGradients:
     """Return the gradients of a batch, times the loss scale / divisor, summed over microbatches and ranks.
 
-    Those of an optimizer that ranks do not sum them for are each rank's own. What is updated `ahead` is updated when
-    this returns.
+    Those of an optimizer that ranks do not sum them for are each rank's own. What an `update` does in backward is done
+    when this returns.
     """
+    ahead = None if update is None else update.ahead
     structure, local = setup.held.structure, setup.own_sums.are_local
     landing, everyone = None, step.dimensions.everyone
     try:

@@ -112,13 +112,13 @@ class Step(Stations):
         """
         setup = Setup.of(self, state, held)  # scale, learning rates, drafts of the slots: before anything can fail late
         update = Update(self, setup)  # and memory of what is written before the step has decided
-        local = local_gradients(self, setup, batch, update.ahead)  # of all microbatches, summed over ranks
+        local = local_gradients(self, setup, batch, update)  # of all microbatches, summed over ranks
         decision, buffers = self.decide(setup, local)  # in the one small message: the same on every rank
         update.run(local, decision)  # from here on memory of the next state is written
         slots = setup.drafts.settle(decision, state, setup.call)  # before what follows, which may read them
         params, slots = update.follow(slots)
         new = update.state(params, slots, buffers)
-        return new, self.metrics(setup, decision, new, update.failed)
+        return new, self.metrics(setup, decision, new, update)
 
     def evaluate(self, state: State, batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
         """Return the metrics of `eval_fn` (default: the loss) on a batch, without gradients, modules in eval mode.
@@ -227,11 +227,11 @@ class Step(Stations):
             decision = decision.shared(totals, norm, apart.size)
         return decision, buffers
 
-    def metrics(self, setup: Setup, decision: Decision, new: State, failed: Tensor | None) -> dict[str, Tensor]:
+    def metrics(self, setup: Setup, decision: Decision, new: State, update: Update) -> dict[str, Tensor]:
         """Return the metrics of a call: those of the loss, of the decision and of the scale."""
         assert self.optimizer is not None
         norm = self.optimizer.phases is None
-        metrics = decision.metrics(new.step, setup.values.rates(), failed, norm=norm)
+        metrics = decision.metrics(new.step, setup.values.rates(), update.failed, norm=norm)
         return metrics | contracts.reported(self.scale, setup.state.slots, setup.call.device)
 
 

@@ -1,0 +1,50 @@
+"""A step is read on one screen: `Step.work` has no branch, and names no feature."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MOST_LINES = 25
+# what a step may hold, is not there in most, and is a null object or another class's business where it is read
+FEATURES = set(
+    "residency disk offload chunk speculat ahead notes kept scale transport axis data stage pipeline tensor sequence"
+    " expert commit synchronize average ema exchange phases donate captured compiled view microbatch".split()  # noqa: SIM905
+)
+
+
+def function(path: str, owner: str, name: str) -> ast.FunctionDef:
+    tree = ast.parse((ROOT / path).read_text())
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
+    return next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == name)
+
+
+def faults(work: ast.FunctionDef) -> list[str]:
+    """List what makes this function more than a straight line of names."""
+    body = work.body[1:] if isinstance(work.body[0], ast.Expr) else work.body
+    found = []
+    lines = body[-1].end_lineno - body[0].lineno + 1
+    if lines > MOST_LINES:
+        found.append(f"{lines} lines")
+    for node in (inner for statement in body for inner in ast.walk(statement)):
+        match node:
+            case ast.If() | ast.IfExp() | ast.Match() | ast.BoolOp() | ast.Try():
+                found.append(f"line {node.lineno}: a branch")
+            case ast.Compare():
+                found.append(f"line {node.lineno}: a comparison")
+            case ast.Name(id=name) | ast.Attribute(attr=name):
+                found += [f"line {node.lineno}: {name}" for word in FEATURES if word in name]
+    return found
+
+
+def test_a_step_is_a_straight_line_of_names_without_a_feature():
+    work = function("fds/step/program.py", "Step", "work")
+    assert not faults(work), "\n".join(faults(work))
+
+
+def test_this_test_sees_a_branch_a_comparison_and_a_feature():
+    text = (
+        "class Step:\n def work(self):\n  '''Say.'''\n  x = self.ema if self.ahead is None else 0\n" + "  y = 1\n" * 25
+    )
+    work = next(node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
+    kinds = [fault.split(": ")[-1] for fault in faults(work)]
+    assert set(kinds) == {"26 lines", "a branch", "a comparison", "ema", "ahead"}
