@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from fds.step.ranges import in_range
 from fds.step.residency.landing import Landing
 from fds.step.sharding.flight import Filling, Flight
 from fds.step.sharding.kept import Kept
-from fds.step.sharding.order import LearnedOrder, Order
+from fds.step.sharding.order import Order, order_of_reductions
 from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import Relay, Transport
 from fds.step.structure import Structure
@@ -57,13 +59,14 @@ class Bucketed:
         self.places = structure.places
         self.shard, self.transport, self.pool, self.each = shard, transport, pool, shard.reduces_each_microbatch
         self.buckets = {i: b for i, b in enumerate(structure.layout.buckets) if b.trained}
-        self.order = order or Order(shard.axis, LearnedOrder.of_reductions(sorted(self.buckets, reverse=True)))
+        self.order = order or Order(shard.axis, order_of_reductions(tuple(sorted(self.buckets, reverse=True))))
         self.given = list(leaves)  # in the order of the structure's trained names
         self.leaves = {i: [leaves[k] for k in members] for i, members in structure.members.items()}
         self.device = leaves[0].device if leaves else torch.device("cpu")
         self.dtypes = {i: dtype or held[0].dtype for i, held in self.leaves.items()}  # of the sums
         self.reduce_dtype = reduce_dtype
         self.predivide = predivide
+        self.slices_state = shard.slices_state
         self.kept, self.landing, self.tight = kept, landing, tight
         self.index = {i: k for k, i in enumerate(self.buckets)}  # of its slice
         self.members = structure.members
@@ -144,9 +147,10 @@ class Bucketed:
     def finish(self) -> list[Tensor]:
         """Return the reduced sums: of whole parameters at stage 0, of this rank's slices from stage 1 on."""
         self._land_all()
-        self.order.memory.used = self.seen
+        if not self.order.memory.final:
+            self.order.memory.used = self.seen
         self.close()
-        if not self.shard.slices_state:
+        if not self.slices_state:
             self._spread()
             for i in self.buckets.keys() - self.whole.keys():  # the transport failed, which a pipeline raises later
                 zeros = (torch.zeros(x.shape, dtype=self.dtypes[i], device=self.device) for x in self.buckets[i].leaves)
@@ -201,7 +205,8 @@ class Bucketed:
         leaves = self.leaves[i]
         which = range(len(leaves)) if some is None else some
         found = list(map(tree.grad_of, leaves if some is None else [leaves[j] for j in some]))
-        come = [j for j, grad in zip(which, found, strict=True) if grad is not None]
+        has_come = [grad is not None for grad in found]
+        come = list(itertools.compress(which, has_come))
         if not come:
             return
         if not self.adding:
@@ -216,7 +221,7 @@ class Bucketed:
                 want="one gradient per microbatch",
                 hint="torch.utils.checkpoint(..., use_reentrant=False)",
             )
-        grads = [grad for grad in found if grad is not None]
+        grads: list[Any] = list(itertools.compress(found, has_come))
         del found
         self._open(i).add(come, grads)
         if self.tight:
@@ -275,7 +280,7 @@ class Bucketed:
         flight = self.flying.pop(i)
         flight.work.wait()
         own, sent = flight.own, flight.sent
-        if not self.shard.slices_state:
+        if not self.slices_state:
             self._over_replicas(i, own)
             first = self.shard.replicate is None or self.shard.replicate.index == 0
             way = self.transport.of(self.buckets[i], self.shard.data)
@@ -284,7 +289,7 @@ class Bucketed:
             self._spread()
             self.gathering.append((i, flight, gathered))
             self.whole[i] = flight.held.views
-        elif not self.shard.reduces_each_microbatch:
+        elif not self.each:
             self.slices[i] = self.buckets[i].slice(self.shard.axis.index, flight.held.flat)
             if own.data_ptr() != self.slices[i].data_ptr():
                 self.slices[i].copy_(own)

@@ -24,6 +24,7 @@ each piece settles: nobody leaves it before all have joined what any of them nee
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -56,10 +57,11 @@ class LearnedOrder:
     final: bool = False  # nobody needs another event, in any call
     used: dict[int, set[int]] | None = None  # on this rank: leaves that got a gradient, by bucket
 
-    @classmethod
-    def of_reductions(cls, buckets: list[int]) -> LearnedOrder:
-        """Return the order in which each bucket is reduced once, known beforehand."""
-        return cls([("reduce", i) for i in buckets], [len(buckets)], final=True)
+
+@functools.cache  # nothing is learned of an order that is final
+def order_of_reductions(buckets: tuple[int, ...]) -> LearnedOrder:
+    """Return the order in which each bucket is reduced once, known beforehand."""
+    return LearnedOrder([("reduce", i) for i in buckets], [len(buckets)], final=True)
 
 
 @attrs.define(eq=False)
@@ -81,17 +83,18 @@ class Order:
 
     def need(self, event: Event) -> None:
         """Join events up to this one; of a final plan, once all before it are needed."""
-        plan, end = self.memory.plan or [], self._end()
+        plan = self.memory.plan or []
         if self.memory.final:
             self.ready.add(event)
-            while self.at < end and plan[self.at] in self.ready:
+            while self.at < len(plan) and plan[self.at] in self.ready:
                 self.ready.remove(plan[self.at])
-                self._run(self.at + 1)
+                self.at += 1
+                self._join(plan[self.at - 1])
             return
         try:
-            stop = plan.index(event, self.at, end)
+            stop = plan.index(event, self.at, self._end())
         except ValueError:
-            self._run(end)
+            self._run(self._end())
             self._round(event)
             return
         self._run(stop + 1)

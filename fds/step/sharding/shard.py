@@ -39,17 +39,17 @@ class Shard(Placement):
         }  # fmt: skip
         return {leg: axis.used_for(leg) for leg, axis in both.items() if axis is not None}
 
-    @property
+    @functools.cached_property
     def slices_state(self) -> bool:
         """Whether a state holds this rank's slices alone: parameters, optimizer state, averages. From stage 1 on."""
         return self.stage >= 1
 
-    @property
+    @functools.cached_property
     def reduces_each_microbatch(self) -> bool:
         """Whether gradients are reduced every microbatch, and their sums held as slices. From stage 2 on."""
         return self.stage >= 2
 
-    @property
+    @functools.cached_property
     def gathers_on_use(self) -> bool:
         """Whether parameters are gathered when the loss uses them, not all at the start of a step. At stage 3."""
         return self.stage == 3
