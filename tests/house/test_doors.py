@@ -52,7 +52,7 @@ UNPICKLING = {"torch.load", "torch.serialization.safe_globals"}  # for those who
 UNPICKLERS = "fds.storage.foreign"
 NOBODY = ["pickle", "_pickle", "cloudpickle", "dill", "shelve", "torch.serialization"]
 SHAPELESS = {"util", "utils", "helper", "helpers", "common", "engine", "manager"}
-MAX_LINES = 300
+MAX_LINES = 400
 
 
 def violations(sources: dict[str, str]) -> list[str]:
@@ -291,7 +291,7 @@ BROKEN = {
         "plans may not import command_line",
     ),
     "a name for no idea": ({"fds/optim/utils.py": ""}, "'utils' is a name for no idea"),
-    "two ideas in a file": ({"fds/tree.py": "x = 1\n" * 301}, "301 lines of code"),
+    "two ideas in a file": ({"fds/tree.py": "x = 1\n" * 401}, "401 lines of code"),
     "pickle": ({"fds/storage/save.py": "import pickle"}, "pickle is for nobody"),
     "torch.load": (
         {"fds/storage/load.py": "import torch as t\nt.load('x', weights_only=True)"},
