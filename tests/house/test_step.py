@@ -42,6 +42,12 @@ def test_a_step_is_a_straight_line_of_names_without_a_feature():
     assert not faults(work), "\n".join(faults(work))
 
 
+def test_the_page_on_the_program_shows_the_step_as_it_is():
+    work = function("fds/step/program.py", "Step", "work")
+    shown = (ROOT / "docs/design/program.md").read_text().split("```Python\n")[1].split("```")[0]
+    assert ast.unparse(ast.parse(shown)) == "\n".join(map(ast.unparse, work.body[1:]))
+
+
 def test_this_test_sees_a_branch_a_comparison_and_a_feature():
     text = (
         "class Step:\n def work(self):\n  '''Say.'''\n  x = self.ema if self.ahead is None else 0\n" + "  y = 1\n" * 25
