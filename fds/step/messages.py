@@ -73,7 +73,7 @@ def _all(step: Stations, structure: Structure, state: State, everyone: Axis) -> 
         yield from (attrs.evolve(one, at_most=True) for one in step.synchronize.messages(structure))
     kinds = step.place.residency.kinds  # who reads and writes elsewhere hears from all ranks whether they could
     times = 0 if not kinds else 2 + ("gradients" in kinds or step.place.speculate) + step.place.speculate
-    yield Expected.of(everyone, "exchange", count=times, what="what lives elsewhere")
+    yield Expected.of(everyone, "all_gather", 1, torch.int64, count=times, what="what lives elsewhere")
 
 
 def _of_buckets(step: Stations, structure: Structure, shard: Shard) -> Iterator[Expected]:

@@ -32,6 +32,9 @@ def assert_as_predicted(table):
         assert row.predicted_count == row.count, row
         assert row.kind.op == "exchange" or row.predicted_bytes == row.bytes_sent, row
         assert row.timed == row.count and not row.at_most
+        assert row.kind.op != "exchange", "ranks tell each other in words what is new or goes wrong, in no steady call"
+    agreed = [row.count for row in table.rows if row.kind.what == "scalars"]
+    assert agreed == [table.calls], "ranks decide in one small message"
 
 
 @pytest.mark.parametrize("name", TWO)

@@ -90,9 +90,10 @@ def hear(residency: Residency, everyone: Axis | None) -> None:
     """
     if everyone is None or not isinstance(residency, Deferred):
         return
-    failed = residency.failed
-    text = f"{type(failed[0]).__name__}: {failed[0]}" if failed else None
-    texts = everyone.exchange(text, "what lives elsewhere")
+    failed, what = residency.failed, "what lives elsewhere"
+    if not any(count for (count,) in everyone.exchange_numbers([len(failed)], what)):
+        return
+    texts = everyone.exchange(f"{type(failed[0]).__name__}: {failed[0]}" if failed else None, what)
     if failed:
         raise failed[0]
     for rank, text in enumerate(texts):

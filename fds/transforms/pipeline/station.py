@@ -39,6 +39,7 @@ class Pipeline:
     channels: Mapping[Any, Axis]
     whole: set[int] = tree.new(set)  # layers that B was seen to run whole: for `describe`
     headers: dict[int, Any] = tree.new(dict)  # of what went over each border of this rank last: for `describe`
+    kinds: dict[str, list[Any]] = tree.new(dict)  # of totals, in words, of the last call that told them; by what it was
 
     together = True
 
@@ -94,7 +95,7 @@ class Pipeline:
         Nothing is known of that where shapes may differ.
         """
         if self.axis is not None:
-            yield Expected.of(everyone, "exchange", what="step")
+            yield Expected.of(everyone, "all_gather", 2, torch.int64, what="step")
             if not self.dynamic:
                 yield from expected(self.plan.row, self.owned.placement, self.channels, self.headers, keeps)
 
@@ -222,18 +223,24 @@ class Pipeline:
         if everyone is None:
             self.whole.update(whole)
             return totals, wide
-        report = [failure and failure.json(), _kinds(totals), whole, wide]
-        reports = everyone.exchange(report, what)
+        kinds = _kinds(totals)
+        # what a call says that earlier ones did not, or that something failed, is told in words
+        news = failure is not None or not self.whole.issuperset(whole) or kinds not in (None, self.kinds.get(what))
+        numbers = everyone.exchange_numbers([int(news or what not in self.kinds), int(wide)], what)
+        if not any(told for told, _ in numbers):
+            return _like(totals, self.kinds[what], self.owned.device), any(some for _, some in numbers)
+        reports = everyone.exchange([failure and failure.json(), kinds, whole], what)
         if failed := first([one[0] for one in reports]):
             rank, known = failed
             mine = failure is not None and rank == everyone.index
             known = failure if mine and failure is not None else known
             raise known.raised(f"rank {rank} of {everyone.name}")
-        kinds = [one[1] for one in reports if one[1] is not None]
-        if any(kind != kinds[0] for kind in kinds):
-            raise LossError("ranks return different metrics", got=str(kinds[-1]), want=str(kinds[0]))
+        every = [one[1] for one in reports if one[1] is not None]
+        if any(kinds != every[0] for kinds in every):
+            raise LossError("ranks return different metrics", got=str(every[-1]), want=str(every[0]))
         self.whole.update(layer for one in reports for layer in one[2])
-        return _like(totals, kinds[0], self.owned.device), any(one[3] for one in reports)
+        self.kinds[what] = every[0]
+        return _like(totals, every[0], self.owned.device), any(some for _, some in numbers)
 
     def __repr__(self) -> str:
         who = "one process" if self.axis is None else f"{self.axis.name} ({self.axis.size} ranks)"
