@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from fds.step.program import Step
 
 
+_GONE = {  # stations that were, and what to write
+    "commit": "measure=Measure(norm=True, skips=True); Memory(..., accept=rule, on_skip='run') for what learns of skips"
+}
+
+
 def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: Any) -> Step:
     """Return `step` with stations filled by the transform whose turn it is.
 
@@ -103,9 +108,8 @@ def _station(step: Step, name: str) -> Any:
     if name == "slots":
         return step.memory
     if name not in known:
-        raise ComposeError(
-            "there is no such station", where="fill", got=name, want=", ".join(known), hint=nearest(name, known)
-        )
+        hint = _GONE.get(name) or nearest(name, known)
+        raise ComposeError("there is no such station", where="fill", got=name, want=", ".join(known), hint=hint)
     return getattr(step, name)
 
 

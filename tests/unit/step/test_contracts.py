@@ -146,6 +146,7 @@ UNFIT = {
     "kernels: an argument": ({"kernels": lambda device: None}, "(device)", "() -> context"),
     "condition: one argument": ({"condition": lambda grads: grads}, "(grads)", "(Gradients, call) -> Gradients"),
     "slots: one argument": ({"slots": {"noted": lambda params: params}}, "noted", "device"),
+    "a station that is gone": ({"commit": lambda slots, skip: slots}, "commit", "skips=True"),
     "a typo": ({"conditon": lambda grads: grads}, "conditon", "condition"),
     "a field of the step": ({"composition": ()}, "composition", "condition"),
     "a field of a station": ({"gather": {"dtyp": torch.bfloat16}}, "dtyp", "dtype"),
