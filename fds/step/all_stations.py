@@ -84,7 +84,7 @@ class Stations:
     shard: Shard | None = _derived(lambda step: shard_of(step.dimensions))  # how data ranks share the work, if they do
     # those whose slot changes by a rule; whether anything may be noted; whether what is not finite is skipped
     following: tuple[Memory, ...] = _derived(lambda step: tuple(one for one in step.memory.values() if one.follows))
-    noting: bool = _derived(lambda step: any(one.merge for one in step.memory.values()))
+    noting: bool = _derived(lambda step: any(one.merge or one.on_skip == "keep" for one in step.following))
     skips: bool = _derived(lambda step: any(one.skips for one in step.measure))
     normed: bool = _derived(lambda step: any(one.norm for one in step.measure))  # whether the global norm is measured
     # the optimizer, with what `synchronize` keeps beside its state
@@ -170,7 +170,8 @@ class Stations:
         if shard is None or not (shard.reduces_each_microbatch if what == "step" else shard.gathers_on_use):
             return None
         memory = self.runtime.memories.setdefault((what, structure.layout), LearnedOrder())
-        return Order(shard.axis, memory, shard.prefetch if shard.gathers_on_use else 0, what)
+        ahead = shard.prefetch if shard.gathers_on_use else 0
+        return Order(shard.axis, memory, ahead, self.dimensions.shares_rows, what)
 
     def structure_of(self, params: Any) -> tuple[Structure, list[Tensor]]:
         """Return the structure of these parameters, read once for each kind of tree, and their leaves."""

@@ -143,6 +143,13 @@ class Composition:
                     want=", ".join(step.memory) or "no slots are filled",
                     hint=f"fill(step, after=..., memory=Memory({one.slot!r}, init, lies))",
                 )
+        if not step.skips and (learning := [one for one in step.memory.values() if one.on_skip == "run"]):
+            raise ComposeError(
+                "a memory learns of skips, and nothing is skipped",
+                where="station 'memory'",
+                got=repr(learning[0]),
+                want="measure=Measure(norm=True, skips=True), as fds.skip_nonfinite() fills it",
+            )
         if step.optimizer is None:
             raise ComposeError(
                 "the composition has no optimizer", got=repr(self), want=written_out([*self.parts, "adamw(3e-4)"])

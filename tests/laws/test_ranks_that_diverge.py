@@ -250,6 +250,68 @@ def test_at_stage_2_a_gradient_that_comes_after_its_bucket_was_reduced_is_an_err
         fds.simulate(run, 2)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_at_stage_2_a_parameter_that_a_microbatch_does_not_use_comes_in_its_turn(alone):
+    def loss(params, batch):  # whose buckets are full in no order of their numbers
+        x, uses = batch
+        y = torch.tanh(x @ params["b"]) @ params["a"]["w"]
+        return (y + params["a"]["z"] if bool(uses.any()) else y).square().mean()
+
+    def batch_of(rank, call):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * call + rank), dtype=torch.float64)
+        missing = call == 2 and (rank == 1 or not alone)
+        return x, torch.tensor([not missing] * 2 + [True] * 2)
+
+    params = {"a": {"w": torch.full((4, 4), 0.1), "z": torch.full((4,), 0.2)}, "b": torch.full((4, 4), 0.3)}
+    params = fds.tree.map(lambda x: x.double(), params)
+
+    def alike():
+        step = fds.compose(fds.accumulate(4), fds.sgd(0.1))(loss)
+        state = step.init(params)
+        for call in range(4):
+            batches = [batch_of(rank, call) for rank in range(2)]
+            state, _ = step(state, tuple(map(torch.cat, zip(*batches, strict=True))))
+        return step.params(state)
+
+    def sharded():
+        step = fds.compose(
+            fds.accumulate(2), fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=2, bucket_bytes=64), fds.sgd(0.1)
+        )(loss)
+        state = step.init(params)
+        for call in range(4):
+            state, _ = step(state, batch_of(fds.mesh(dp=-1)["dp"].index, call))
+        return step.params(state)
+
+    assert_rounding(fds.simulate(sharded, 2)[0], alike(), additions=64)
+
+
+def test_ranks_that_meet_on_a_sequence_axis_too_never_hold_a_bucket_for_its_turn():
+    def run():
+        mesh = fds.mesh(dp=1, sp=2)
+        sp = mesh["sp"]
+
+        def loss(params, batch):
+            x, kind = batch
+            for name in "abc":
+                q = (x @ params[name]).unsqueeze(1)
+                x = fds.nn.attention(q, q, q, axis=sp, causal=False, method="ring").squeeze(1)
+            if bool(kind.any()):  # an image is in this rank's part of the tokens
+                x = x + kind.unsqueeze(-1) * params["d"].sum(0)
+            return x.square().mean()
+
+        sharding = fds.shard_optimizer(mesh["dp", "sp"], stage=2, bucket_bytes=64)
+        step = fds.compose(sharding, fds.context_parallel(sp), fds.sgd(0.1))(loss)
+        state = step.init({name: torch.eye(8) / 2 for name in "abcd"})
+        for call in range(4):
+            x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(call))[:, sp.index * 4 : sp.index * 4 + 4]
+            kind = torch.full((2, 4), float(call != 2 or sp.index == 0))
+            state, metrics = step(state, (x, kind))
+        return float(metrics["loss"])
+
+    first, second = fds.simulate(run, 2)
+    assert first == second
+
+
 def test_two_models_of_one_step_have_an_order_each():
     def run():
         axis = fds.mesh(dp=-1)["dp"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
@@ -27,6 +28,7 @@ from fds.nn.parallel.region import Region, ranges
 ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)  # of shapes: torch's, and the user's
 _FDS = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _OF_RANKS = (_FDS, os.path.join(os.path.dirname(torch.__file__), "distributed"))  # whose errors are not of shapes
+_MOST_TEXT = 2000  # characters of an error that are read
 _SHAPED = {"view", "reshape", "unflatten", "expand"}
 
 
@@ -58,7 +60,7 @@ class Planned:
     def explain(self, error: Exception, failed: Failed | None, args: Any, kwargs: Any) -> LossError | None:
         """Return what to raise for an error of a call of the copy; None where the plan is not at fault."""
         failed = failed if failed is not None and failed.error is error else None
-        if failed is None and _frames(error)[-1].f_code.co_filename.startswith(_OF_RANKS):
+        if failed is None and not self._is_of_shapes(error):
             return None
         if (failed is not None and _runs(failed.again)) or not _runs(lambda: self._run_whole(args, kwargs)):
             return None
@@ -77,6 +79,15 @@ class Planned:
             want="between a 'column' and its 'row', code that works on a piece of the features",
             hint="\n".join(hints),
         )
+
+    def _is_of_shapes(self, error: Exception) -> bool:
+        """Say whether an error that the user's code raised may be of shapes: it tells of pieces or their width."""
+        if _frames(error)[-1].f_code.co_filename.startswith(_OF_RANKS):
+            return False
+        if "values to unpack" in str(error):
+            return True
+        sizes = {n for x in self.copy.parameters() for n in x.shape}
+        return not sizes.isdisjoint(map(int, re.findall(r"\d+", str(error)[:_MOST_TEXT])))
 
     def _run_whole(self, args: Any, kwargs: Any) -> None:
         """Call the whole module, with zeros for parameters, which take no memory."""

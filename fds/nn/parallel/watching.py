@@ -79,6 +79,8 @@ class Calls:
                     if mistake is None:
                         raise
                     raise mistake from error
+                finally:
+                    watch.failed = None  # which leads to the error, and by its frames to here: a cycle
                 check_uses(edges, out, self.side)
                 if self.after is None and recorded:
                     self.pending.update(edges)

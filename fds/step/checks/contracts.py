@@ -151,6 +151,7 @@ def undecided() -> ComposeError:
     return ComposeError(
         "nobody has decided yet whether a gradient is not finite",
         where="call.overflow",
+        got="a filler that runs before, or after, the rules of memories",
         want="a rule of Memory(..., on_skip='run'), and a Measure(norm=True, skips=True)",
     )
 

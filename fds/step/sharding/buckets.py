@@ -124,8 +124,9 @@ class Bucketed:
         finally:
             self.adding = False
         if self.order.memory.final:
-            for i in self.buckets.keys() - self.reduced if last or self.each else ():
-                self.order.need(("reduce", i))
+            for i in self.buckets if last or self.each else ():
+                if i not in self.reduced:  # asked each time: what one waited for is reduced with it
+                    self.order.need(("reduce", i))
         else:
             for i in self.kept.waiting() if last and self.kept is not None else ():
                 self._open(i)

@@ -13,7 +13,8 @@ A plan is final, and nobody is asked for another event ever again, where each ra
 one reduction in every microbatch: each of them has the same events then, whatever the loss does. What is needed before
 its turn waits for what comes before it, which comes at the end of the microbatch at the latest. So at stage 2 ranks
 exchange nothing on the host but in the first call. Not so where parameters get no gradient or one in several parts, nor
-where the stages of a pipeline share a rank: such buckets would be sent more often, or empty.
+where the stages of a pipeline share a rank: such buckets would be sent more often, or empty. Nor where the ranks are on
+a tensor or sequence axis too: a rank that holds a bucket to the end of its backward is then waited for by others in it.
 
 A slice that lives elsewhere is read before it is sent. To join its gather begins the reading; it is sent, in the order
 of the events, before anything else is, and before this rank waits for others.
@@ -71,6 +72,7 @@ class Order:
     axis: Axis
     memory: LearnedOrder
     ahead: int = 1  # gathers to launch before they are needed
+    meets_elsewhere: bool = False  # whether its ranks wait for each other in backward for more than these events
     what: str = "step"  # whose events they are
     joins: dict[str, Callable[[int], None]] = tree.new(dict)  # what launches an event of each kind
     at: int = 0  # of the plan, not joined yet
@@ -129,7 +131,7 @@ class Order:
             pieces = [self.asked[a:b] for a, b in itertools.pairwise([0, *self.ends])]
             self.memory.plan = [event for piece in pieces for event in (_sooner(piece) if self.ahead else piece)]
             self.memory.ends = self.ends
-            self.memory.final = all(want.regular for want in wants)
+            self.memory.final = all(want.regular for want in wants) and not self.meets_elsewhere
         elif self.asked or (wants and all(want.wasted for want in wants)):
             self.memory.plan = None
 

@@ -142,7 +142,7 @@ MUTANTS = (
     Mutant(
         "metrics-of-data-ranks-mixed",
         "fds/transforms/pipeline/station.py",
-        "if any(kind != kinds[0] for kind in kinds):",
+        "if any(kinds != every[0] for kinds in every):",
         "if False:",
         "data ranks whose criteria return different metrics are not told apart",
         "tests/pipeline/test_failures.py -k metrics",

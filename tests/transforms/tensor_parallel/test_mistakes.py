@@ -266,3 +266,26 @@ def test_a_weight_that_is_computed_is_refused_and_trains_without(norm, remove):
 
     fds.simulate(job, 2)
     check(lambda: computed(norm, remove), PAIR)
+
+
+def test_an_error_of_values_stays_the_users_own():
+    class Guarded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            y = self.down(torch.tanh(self.up(x)))
+            if float(y.detach().abs().max()) > 0:  # never of zeros, by which the whole is tried
+                raise RuntimeError("activations exploded")
+            return y
+
+    def job():
+        apply, params, _ = fds.functional(Guarded())
+        tp = fds.tensor_parallel(fds.mesh(tp=2)["tp"], {"up": "column", "down": "row"})
+        step = fds.compose(tp, fds.sgd(0.1))(lambda params, x: apply(params, x).square().mean())
+        step(step.init(params), torch.ones(4, 8))
+
+    with pytest.raises(RuntimeError, match="activations exploded") as caught:
+        fds.simulate(job, 2)
+    assert not isinstance(caught.value, fds.FdsError)

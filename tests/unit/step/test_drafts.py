@@ -154,7 +154,7 @@ def test_a_rule_may_say_what_a_skipped_step_makes_of_a_slot():
     assert set(map(float, run(part).slots["total"].values())) == {1.0}
     after = run(part, batch=(BATCH[0] * torch.inf, BATCH[1]))
     assert set(map(float, after.slots["total"].values())) == {-1.0}
-    with pytest.raises(ComposeError, match="nobody has decided"):
+    with pytest.raises(ComposeError, match="nothing is skipped"):
         run(filled(told, view=view))
 
 
