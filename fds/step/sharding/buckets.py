@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from fds import autodiff, tree
-from fds.collectives import Work
+from fds.collectives import Axis, Work
+from fds.collectives.links import Collective
+from fds.collectives.traffic import Traffic, counting
 from fds.errors import LossError
 from fds.step import foreach
 from fds.step.checks import contracts
@@ -112,9 +115,11 @@ class Bucketed:
                 self.enough[i] = len(seen)
         for i, awaited in self.awaited.items():
             self._hook(i, awaited[0])
-        self.adding = True
+        self.adding, elsewhere = True, _Elsewhere()
+        learns = self.regular and not self.order.memory.final
         try:
-            backward(self.given)
+            with counting(elsewhere) if learns else contextlib.nullcontext():
+                backward(self.given)
             for i in self.buckets:
                 self._take(i)
         except BaseException:
@@ -135,6 +140,7 @@ class Bucketed:
                     self.order.need(("reduce", i))
             all_came = all(len(self.arrived[i]) == len(bucket.leaves) for i, bucket in self.buckets.items())
             self.regular &= all_came and sorted(self.reduced) == sorted(self.buckets) and not in_parts
+            self.regular &= not elsewhere.counts
             self.order.regular = self.regular and last
         self.reducing = False
 
@@ -363,6 +369,14 @@ class Bucketed:
             if (landing := self.landing) is not None:
                 sums = zip(self.members[i], flight.held.views, strict=True)
                 self.whole[i] = [landing.land(k, x) if landing.lands(k) else x for k, x in sums]
+
+
+class _Elsewhere(Traffic):
+    """Counts the collectives of a backward that are not the step's: in them other ranks wait for this one."""
+
+    def add(self, collective: Collective, axis: Axis) -> None:
+        if collective.what not in ("reduce", "spread", "combine", "step"):
+            super().add(collective, axis)
 
 
 def _zero(views: list[Tensor]) -> None:

@@ -14,7 +14,8 @@ one reduction in every microbatch: each of them has the same events then, whatev
 its turn waits for what comes before it, which comes at the end of the microbatch at the latest. So at stage 2 ranks
 exchange nothing on the host but in the first call. Not so where parameters get no gradient or one in several parts, nor
 where the stages of a pipeline share a rank: such buckets would be sent more often, or empty. Nor where the ranks are on
-a tensor or sequence axis too: a rank that holds a bucket to the end of its backward is then waited for by others in it.
+a tensor or sequence axis too, or a loss has collectives of its own in backward: a rank that holds a bucket to the end
+of its backward is then waited for by others in it.
 
 A slice that lives elsewhere is read before it is sent. To join its gather begins the reading; it is sent, in the order
 of the events, before anything else is, and before this rank waits for others.

@@ -180,6 +180,22 @@ MUTANTS = (
         "tests/laws/test_ranks_that_diverge.py",
     ),
     Mutant(
+        "order-final-by-one-rank",
+        "fds/step/sharding/order.py",
+        "self.memory.final = all(",
+        "self.memory.final = any(",
+        "ranks ask nobody any more although one of them has events that others do not know of",
+        "tests/laws/test_ranks_that_diverge.py -k 'stage_2'",
+    ),
+    Mutant(
+        "final-order-out-of-turn",
+        "fds/step/sharding/order.py",
+        "self._join(plan[self.at - 1])\n            return",
+        "self._join(event)\n            return",
+        "ranks reduce different buckets with each other where they need them in different orders",
+        "tests/laws/test_ranks_that_diverge.py -k 'stage_2'",
+    ),
+    Mutant(
         "second-messages-when-waited-for",
         "fds/step/sharding/order.py",
         "            if self.departures.relays:",
