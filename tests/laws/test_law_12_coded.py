@@ -100,7 +100,10 @@ def test_what_is_sent_is_what_is_told_and_all_ranks_agree(place):
         assert_same_bits(params, first)
         coded = sum(n for (operation, _), n in sent.items() if operation in ("all_to_all", "all_gather"))
         known = told["reduce"] + told.get("gather", 0)
-        assert coded == known if place.stage < 3 else told["reduce"] < coded <= known  # a gather that is not needed
+        if place.stage == 2:  # ranks may ask each other once in what order they meet, by four numbers
+            assert 0 <= coded - known < 2**9
+        else:
+            assert coded == known if place.stage < 3 else told["reduce"] < coded <= known  # a gather that is not needed
 
 
 @pytest.mark.parametrize("place", [FEEDBACK[3], FEEDBACK[7], FEEDBACK[9], LOSSY[0]], ids=name)
