@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fds
 from fds import transports
-from fds.collectives.traffic import Traffic, counting
 from tests.bits import assert_rounding, assert_same_bits
+from tests.traffic import counted_for
 
 LAYERS = 5
 PATHS = st.lists(st.integers(0, LAYERS - 1), min_size=1, max_size=6)
@@ -30,20 +30,11 @@ def loss_fn(params, batch):
     return (x**2).mean()
 
 
-class Rounds(Traffic):
-    """Counts the messages in which ranks ask each other for an event."""
-
-    def add(self, collective, axis):
-        if collective.what == "step" and collective.op == "all_gather":
-            super().add(collective, axis)
-
-
 def rounds_of(call):
-    """Return what a call returns, and in how many rounds ranks asked each other."""
-    rounds = Rounds()
-    with counting(rounds):
+    """Return what a call returns, and in how many rounds ranks asked each other for an event."""
+    with counted_for("step") as traffic:
         result = call()
-    return result, rounds["all_gather", "dp"].calls
+    return result, traffic["all_gather", "dp"].calls
 
 
 def rows(paths):
