@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,10 +82,10 @@ class Bucketed:
         self.seen: dict[int, set[int]] = {i: set() for i in self.buckets}  # leaves that got a gradient
         self.arrived: dict[int, set[int]] = {}  # and were taken, in this microbatch
         self.awaited = {i: list(range(len(b.leaves))) for i, b in self.buckets.items()}
-        self.enough = {i: len(b.leaves) for i, b in self.buckets.items()}  # of `awaited`: these are taken at once
+        self.enough = dict(zip(self.awaited, map(len, self.awaited.values()), strict=True))  # these are taken at once
         self.come: dict[int, int] = {}  # how many of `awaited` have come in this microbatch, as far as was looked
         self.hooked: set[tuple[int, int]] = set()
-        self.reduced: list[int] = []  # buckets, in this microbatch
+        self.reduced: dict[int, int] = {}  # how often each bucket was, in this microbatch
         self.regular = self.each and not shard.gathers_on_use  # each one once, with all that it has, in each microbatch
         self.reducing = False
         self.adding = False
@@ -105,7 +104,7 @@ class Bucketed:
         """
         if list(map(tree.grad_of, self.given)).count(None) < len(self.given):
             raise backward_inside()
-        self.last, self.reducing, self.reduced = last, (last and not in_parts) or self.each, []
+        self.last, self.reducing, self.reduced = last, (last and not in_parts) or self.each, {}
         self.arrived, self.come = {i: set() for i in self.buckets}, dict.fromkeys(self.buckets, 0)
         if in_parts and not self.in_parts:
             self._hook_each()
@@ -115,10 +114,15 @@ class Bucketed:
                 self.enough[i] = len(seen)
         for i, awaited in self.awaited.items():
             self._hook(i, awaited[0])
-        self.adding, elsewhere = True, _Elsewhere()
+        self.adding = True
         learns = self.regular and not self.order.memory.final
         try:
-            with counting(elsewhere) if learns else contextlib.nullcontext():
+            if learns:
+                elsewhere = _Elsewhere()
+                with counting(elsewhere):
+                    backward(self.given)
+                self.regular = not in_parts and not elsewhere.counts
+            else:
                 backward(self.given)
             for i in self.buckets:
                 self._take(i)
@@ -138,9 +142,10 @@ class Bucketed:
             for i in sorted(self.filling, reverse=True):
                 if i in self.filling:
                     self.order.need(("reduce", i))
-            all_came = all(len(self.arrived[i]) == len(bucket.leaves) for i, bucket in self.buckets.items())
-            self.regular &= all_came and sorted(self.reduced) == sorted(self.buckets) and not in_parts
-            self.regular &= not elsewhere.counts
+            if learns:
+                once = self.reduced == dict.fromkeys(self.buckets, 1)
+                whole = all(len(self.arrived[i]) == len(bucket.leaves) for i, bucket in self.buckets.items())
+                self.regular &= once and whole
             self.order.regular = self.regular and last
         self.reducing = False
 
@@ -254,7 +259,7 @@ class Bucketed:
         if self.adding:  # another rank asks for it before it is full
             self._take(i)
         held, bucket, shard = self._open(i), self.buckets[i], self.shard
-        self.reduced.append(i)
+        self.reduced[i] = self.reduced.get(i, 0) + 1
         del self.filling[i]
         if len(held.filled) < len(held.views):
             _zero([view for j, view in enumerate(held.views) if j not in held.filled])
