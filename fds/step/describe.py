@@ -17,12 +17,11 @@ from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import StateTensors, usable
-from fds.step.local_gradients import local_gradients
+from fds.step.local_gradients import Setup, local_gradients
 from fds.step.messages import PredictedMessages, predicted
 from fds.step.own_sums import SUMMED
 from fds.step.residency.contract import is_held
 from fds.step.residency.lives import resident
-from fds.step.setup import Setup
 from fds.step.sharding.footprint import held_bytes, sent_bytes
 from fds.step.structure import Structure
 

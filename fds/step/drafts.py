@@ -75,10 +75,10 @@ class Drafts:
 
     def _settled(self, memory: Memory, old: Any, decision: Decision, call: Call) -> Any:
         rule, versions = memory.rule, list(map(tree.version_of, tree.leaves(old)))
-        own = call.given_to(rule, "memory", memory.slot).deciding(decision.overflow)
-        with seeded(own, [rule]):
+        call = call.given_to(rule, "memory", memory.slot).deciding(decision.overflow)
+        with seeded(call, [rule]):
             noted = None if memory.merge is None else self._like(memory.slot, old)
-            new = contracts.remembered(rule(old, noted, own), old, memory, "memory")
+            new = contracts.remembered(rule(old, noted, call), old, memory, "memory")
         if list(map(tree.version_of, tree.leaves(old))) != versions:
             raise contracts.overwritten(memory)
         # one that learns of skips learns nothing of an empty batch
@@ -103,6 +103,11 @@ class Drafts:
             self.merged[place] = (
                 value.clone(memory_format=torch.contiguous_format) if old is None else TOGETHER[merge](old, value)
             )
+
+    @property
+    def early(self) -> Callable[[Agreement], Callable[[], None]] | None:
+        """`put`, where what was noted is there when the step decides; None where nothing may be."""
+        return self.put if self.kinds and not self.late else None
 
     def put(self, agreement: Agreement) -> Callable[[], None]:
         """Put in all entries, on every rank; return the function that takes what ranks have made of them."""
@@ -163,6 +168,6 @@ class Drafts:
             )
 
 
-def may_note(one: Any) -> bool:
+def may_note(map_: Any) -> bool:
     """Say whether a gradient map notes: it says so, since ranks then share sums once more, after it."""
-    return getattr(one, "notes", False) is True
+    return getattr(map_, "notes", False) is True

@@ -20,7 +20,7 @@ from fds.step.sharding.order import Want
 from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import Leg
 from fds.step.structure import Structure
-from fds.step.totals import Totals, averaged
+from fds.step.totals import Totals, put_all
 
 
 @attrs.frozen
@@ -157,20 +157,16 @@ def _of_agreement(step: Stations, structure: Structure, state: State, everyone: 
     metrics = {name: zero if name.endswith(": mean") else zero.long() for name in asked.get("step", ())}
     totals = Totals(zero, zero.double(), metrics, divisor=1 if divides else None)
 
-    def counted(axis: Axis | None, totals: Totals, data: Axis | None, repeats: tuple[int, int]) -> Iterator[Expected]:
-        agreement = Agreement(axis, 0)
-        totals.put(agreement, repeats=repeats)
-        averaged(state.buffers, agreement, data)
-        if normed:
-            agreement.norm(zero)
-        if not drafts.late:
-            drafts.put(agreement)
-        return agreement.messages()
-
-    yield from counted(dimensions.group, totals, dimensions.data, dimensions.repeats)
+    norm = zero if normed else None
+    if (group := dimensions.group) is not None:
+        agreement, data, repeats = Agreement(group, 0), dimensions.data, dimensions.repeats
+        put_all(agreement, totals, norm, state.buffers, data, drafts.early, repeats=repeats)
+        yield from agreement.messages()
     if (local := dimensions.local) is not None:  # which adds up what groups have added up
-        yield from counted(local, attrs.evolve(totals, divisor=None), local, (0, 1))
+        agreement = Agreement(local, 0)
+        put_all(agreement, attrs.evolve(totals, divisor=None), norm, state.buffers, local, drafts.early)
+        yield from agreement.messages()
     if drafts.late:
-        last = Agreement(everyone, 0)
-        drafts.put(last)
-        yield from last.messages("notes")
+        agreement = Agreement(everyone, 0)
+        drafts.put(agreement)
+        yield from agreement.messages("notes")

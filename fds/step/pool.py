@@ -250,9 +250,9 @@ class Pool:
         self.taken.add(id(found))
         return found
 
-    def weigh_down(self, leaves: list[Tensor]) -> None:
-        """Keep gradients of a CPU until the next sweep: else their memory goes to the system and comes back."""
-        if leaves and leaves[0].device.type == "cpu" and reading.now.recording is None:
+    def weigh_down(self, leaves: list[Tensor], device: torch.device) -> None:
+        """Keep gradients on a CPU until the next sweep: else their memory goes to the system and comes back."""
+        if device.type == "cpu" and reading.now.recording is None:
             self.ballast.extend(leaves)
 
     def sweep(self) -> None:

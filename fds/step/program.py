@@ -22,18 +22,16 @@ from fds.step.checks import contracts, state_check as check
 from fds.step.checks.agreement import same_batch, same_composition
 from fds.step.decision import Decision
 from fds.step.describe import Description, describe, explain
-from fds.step.drafts import Drafts
 from fds.step.evaluation import evaluator
 from fds.step.execution import LocalGradients
 from fds.step.initial import at_first, initial, traced, with_parameters
 from fds.step.into import into, whole_parameters
-from fds.step.local_gradients import local_gradients
+from fds.step.local_gradients import Setup
 from fds.step.one_rank import compare_with_one_rank
 from fds.step.seeds import guesses
-from fds.step.setup import Setup
 from fds.step.stations import Program, with_chosen_kernels
 from fds.step.sums import check_used
-from fds.step.totals import Totals, averaged
+from fds.step.totals import put_all
 from fds.step.update import Update, next_leaves
 
 M = TypeVar("M", bound=nn.Module)
@@ -112,7 +110,7 @@ class Step(Stations):
         """
         setup = Setup.of(self, state, held)  # scale, learning rates, drafts of the slots: before anything can fail late
         update = Update(self, setup)  # and memory of what is written before the step has decided
-        local = local_gradients(self, setup, batch, update)  # of all microbatches, summed over ranks
+        local = update.gradients(batch)  # of all microbatches, summed over ranks
         decision, buffers = self.decide(setup, local)  # in the one small message: the same on every rank
         update.run(local, decision)  # from here on memory of the next state is written
         slots = setup.drafts.settle(decision, state, setup.call)  # before what follows, which may read them
@@ -212,18 +210,19 @@ class Step(Stations):
             check_used(local.used, losses.name(self.loss), viewed=bool(self.view))
         decides = self.skips or guesses(local.totals)
         norm = local.norm() if decides or self.normed else None
-        totals, buffers = local.totals, local.buffers
+        totals, buffers, drafts = local.totals, local.buffers, setup.drafts
         if (group := dimensions.group) is not None:
             agreement, used = Agreement(group, calls), any(local.used) or not local.used
-            counted = totals.put(agreement, used=used, repeats=dimensions.repeats)
-            common = averaged(buffers, agreement, dimensions.data) if buffers else buffers.copy
-            totals, norm, buffers = _counted(agreement, counted, norm, common, setup.drafts)
+            data, repeats = dimensions.data, dimensions.repeats
+            agreed = put_all(agreement, totals, norm, buffers, data, drafts.early, used=used, repeats=repeats)
+            agreement.count()
+            totals, norm, buffers = agreed()
         decision = Decision.of(totals, norm, setup.scale, local.predivide, device, decides=decides)
         if (apart := dimensions.local) is not None:
-            agreement = Agreement(apart, calls)
-            counted = attrs.evolve(totals, divisor=None).put(agreement)
-            common = averaged(buffers, agreement, apart)
-            totals, norm, buffers = _counted(agreement, counted, decision.norm, common, setup.drafts)
+            agreement, shared = Agreement(apart, calls), attrs.evolve(totals, divisor=None)
+            agreed = put_all(agreement, shared, decision.norm, buffers, apart, drafts.early)
+            agreement.count()
+            totals, norm, buffers = agreed()
             decision = decision.shared(totals, norm, apart.size)
         return decision, buffers
 
@@ -233,19 +232,3 @@ class Step(Stations):
         norm = self.optimizer.phases is None
         metrics = decision.metrics(new.step, setup.values.rates(), update.failed, norm=norm)
         return metrics | contracts.reported(self.scale, setup.state.slots, setup.call.device)
-
-
-def _counted(
-    agreement: Agreement,
-    totals: Callable[[], Totals],
-    norm: Tensor | None,
-    buffers: Callable[[], dict[str, Tensor]],
-    drafts: Drafts,
-) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
-    """Return totals, norm and buffers of all ranks; put in and take notes beside them."""
-    joint = None if norm is None else agreement.norm(norm)
-    take = drafts.put(agreement) if drafts.kinds and not drafts.late else None
-    agreement.count()
-    if take is not None:
-        take()
-    return totals(), None if joint is None else joint.value, buffers()

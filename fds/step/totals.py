@@ -150,6 +150,42 @@ def averaged(buffers: dict[str, Tensor], agreement: Agreement, data: Axis | None
     return lambda: {name: entry.value for name, entry in entries.items()}
 
 
+Agreed = tuple[Totals, Tensor | None, dict[str, Tensor]]  # totals, norm and module statistics
+
+
+def put_all(
+    agreement: Agreement,
+    totals: Totals,
+    norm: Tensor | None,
+    buffers: dict[str, Tensor],
+    data: Axis | None,
+    notes: Callable[[Agreement], Callable[[], None]] | None,
+    *,
+    used: bool = True,
+    repeats: tuple[int, int] = (0, 1),
+) -> Callable[[], Agreed]:
+    """Put in all that a step decides by; return the function that returns it of all ranks, once it is counted.
+
+    Args:
+        agreement: of the ranks that decide together.
+        totals: of this rank; `used` and `repeats` are those of `Totals.put`.
+        norm: () of what only this rank has of the gradients, or None.
+        buffers: module statistics, which the ranks along `data` have in common.
+        data: those ranks.
+        notes: puts in what fillers noted, and returns the function that takes it; None where nothing was.
+    """
+    counted, common = totals.put(agreement, used=used, repeats=repeats), averaged(buffers, agreement, data)
+    joint = None if norm is None else agreement.norm(norm)
+    take = None if notes is None else notes(agreement)
+
+    def agreed() -> Agreed:
+        if take is not None:
+            take()
+        return counted(), None if joint is None else joint.value, common()
+
+    return agreed
+
+
 def _same_loss(computed: Tensor, loss: Tensor, count: int, everyone: Axis) -> Tensor:
     """Return the loss; raise `LossError` where ranks that compute it together have other ones (N,).
 

@@ -21,6 +21,7 @@ from fds.step.decision import Decision
 from fds.step.drafts import may_note
 from fds.step.execution import LocalGradients
 from fds.step.gradients import Gradients
+from fds.step.local_gradients import Setup, local_gradients
 from fds.step.new_leaves import NewLeaves, Rule, leaves_apart, new_leaves
 from fds.step.ranges import in_range
 from fds.step.residency.apart import Apart
@@ -29,7 +30,6 @@ from fds.step.residency.deferred import hear, heard
 from fds.step.residency.speculation import Granted, Speculation
 from fds.step.residency.visit import Visit
 from fds.step.seeds import guesses
-from fds.step.setup import Setup
 from fds.step.totals import Totals
 
 
@@ -42,11 +42,15 @@ class Update:
     ahead: Speculation | None = None
     failed: Tensor | None = None  # whether the step has decided otherwise than was taken for granted, () bool
     skip: Tensor | None = None
-    leaves: Any = None  # `NewLeaves`, once there is memory of the next state
+    leaves: NewLeaves | None = None  # of the next state, once there is memory for them
 
     def __attrs_post_init__(self) -> None:
         if self.step.place.speculate:
             self.ahead = _speculation(self.step, self.setup)
+
+    def gradients(self, batch: Any) -> LocalGradients:
+        """Return the gradients of a batch; what begins in backward is updated when this returns."""
+        return local_gradients(self.step, self.setup, batch, self.ahead)
 
     def run(self, local: LocalGradients, decision: Decision) -> None:
         """Map the gradients, and update parameters and optimizer state by them."""
@@ -70,47 +74,49 @@ class Update:
 
         ahead = None if self.ahead is None else self.ahead.apart
         self.leaves = next_leaves(step, setup.state, setup.held, setup.residency, ahead)
-        self._write(grads)
-        step.runtime.pool.weigh_down(grads.leaves)
+        self._write(self.leaves, grads)
+        step.runtime.pool.weigh_down(grads.leaves, setup.call.device)
 
     def follow(self, slots: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return parameters and slots of the next state, given what was settled of these: what follows the update."""
         step, setup, leaves, skip = self.step, self.setup, self.leaves, self.skip
+        assert leaves is not None
         slots |= leaves.after
         if step.synchronize is not None:  # before averages, which are of what ranks have agreed on
             leaves.synchronize(step.synchronize, skip=skip, call=setup.call)
         params = setup.held.structure.put(setup.held.parts, leaves.trained)
-        for i, one in enumerate(step.after):
-            call = setup.call.after(slots).given_to(one, "after", i, *step.dimensions.coordinates)
-            with seeded(call, [one]):
+        for i, rule in enumerate(step.after):
+            call = setup.call.after(slots).given_to(rule, "after", i, *step.dimensions.coordinates)
+            with seeded(call, [rule]):
                 chunks = step.chunks(setup.held.structure)
-                slots[one.slot] = leaves.follow(one, slots[one.slot], params, chunks, skip=skip, call=call)
+                slots[rule.slot] = leaves.follow(rule, slots[rule.slot], params, chunks, skip=skip, call=call)
         if setup.residency.kinds:
             hear(setup.residency, step.everyone)
         return params, slots
 
     def state(self, params: Any, slots: dict[str, Any], buffers: dict[str, Tensor]) -> State:
         """Return the next state."""
-        old, skip = self.setup.state, self.skip
+        old, leaves, skip = self.setup.state, self.leaves, self.skip
+        assert leaves is not None
         if skip is not None and buffers:
             buffers = {k: torch.where(skip, old.buffers[k], b) for k, b in buffers.items()}
         return State(
             step=old.step + (1 if skip is None else ~skip),
             calls=old.calls + 1,
             params=params,
-            opt=self.leaves.opt,
+            opt=leaves.opt,
             buffers=buffers,
             slots=slots,
             key=old.key,
-            token=self.leaves.token(old),
+            token=leaves.token(old),
         )
 
     @in_range("optimizer")
-    def _write(self, grads: Gradients) -> None:
+    def _write(self, leaves: NewLeaves, grads: Gradients) -> None:
         """Run the optimizer: from here on the new state's memory is written."""
         step, setup, structure = self.step, self.setup, self.setup.held.structure
         with seeded(setup.call, [step.optimizer], "optimizer", *step.dimensions.coordinates):
-            self.leaves.update(
+            leaves.update(
                 setup.state,
                 structure.optimizer,
                 grads,
@@ -126,11 +132,11 @@ class Update:
 def _mapped(step: Stations, grads: Gradients, call: Call) -> Gradients:
     """Return what all gradient maps make of gradients."""
     unmapped = grads
-    for i, one in enumerate(step.condition):
-        own = call.given_to(one, "condition", i, *step.dimensions.coordinates)
-        own = own if may_note(one) else own.silent()
-        with seeded(own, [one]):
-            grads = conditioned(one, grads, unmapped, own, step.dimensions.share)
+    for i, map_ in enumerate(step.condition):
+        keyed = call.given_to(map_, "condition", i, *step.dimensions.coordinates)
+        keyed = keyed if may_note(map_) else keyed.silent()
+        with seeded(keyed, [map_]):
+            grads = _map(map_, grads, unmapped, keyed, step.dimensions.share)
     return grads
 
 
@@ -184,35 +190,35 @@ Map = Callable[[Gradients, Call], Gradients]
 Share = Callable[[str, Tensor], None]
 
 
-def conditioned(one: Map, grads: Gradients, known: Gradients, call: Call, share: Share) -> Gradients:
+def _map(map_: Map, grads: Gradients, unmapped: Gradients, call: Call, share: Share) -> Gradients:
     """Return what a gradient map makes of gradients: all leaves at once, or as many as it `needs`.
 
-    `known` are those before all maps; `share` gives a leaf the values that it has on the first rank that holds it.
+    `unmapped` are those before all maps; `share` gives a leaf the values that it has on the first rank that holds it.
     """
-    needs = getattr(one, "needs", None)
+    needs = getattr(map_, "needs", None)
     if grads.landing is None or needs == "norm":
-        found = contracts.gradients(one(grads, call), known, one)
-        tie(share, one, found.leaves, known.segments)
-        return found
-    if needs == "slices" and not random.draws(one) and grads.leaves:
-        return _one_at_a_time(one, grads.measured(), call, share)
+        mapped = contracts.gradients(map_(grads, call), unmapped, map_)
+        tie(share, map_, mapped.leaves, unmapped.segments)
+        return mapped
+    if needs == "slices" and not random.draws(map_) and grads.leaves:
+        return _map_one_at_a_time(map_, grads.measured(), call, share)
     landing = grads.landing
-    given = attrs.evolve(grads, leaves=[landing.value(i, x) for i, x in enumerate(grads.leaves)], landing=None)
-    found = conditioned(one, given, given, call, share)
-    return attrs.evolve(found, leaves=[landing.land(i, x) for i, x in enumerate(found.leaves)], landing=landing)
+    copies = attrs.evolve(grads, leaves=[landing.value(i, x) for i, x in enumerate(grads.leaves)], landing=None)
+    mapped = _map(map_, copies, copies, call, share)
+    return attrs.evolve(mapped, leaves=[landing.land(i, x) for i, x in enumerate(mapped.leaves)], landing=landing)
 
 
-def _one_at_a_time(one: Map, grads: Gradients, call: Call, share: Share) -> Gradients:
-    landing, leaves, found = grads.landing, list(grads.leaves), grads
+def _map_one_at_a_time(map_: Map, grads: Gradients, call: Call, share: Share) -> Gradients:
+    landing, leaves, mapped = grads.landing, list(grads.leaves), grads
     assert landing is not None
     for i, x in enumerate(leaves):
-        given = attrs.evolve(
+        copy = attrs.evolve(
             grads,
             leaves=[landing.value(i, x)],
             segments=grads.segments[i : i + 1],
             counted=grads.counted[i : i + 1],
             landing=None,
         )
-        found = conditioned(one, given, given, call, share)
-        leaves[i] = landing.land(i, found.leaves[0])
-    return attrs.evolve(grads, leaves=leaves, scale=found.scale, norm=found.norm)
+        mapped = _map(map_, copy, copy, call, share)
+        leaves[i] = landing.land(i, mapped.leaves[0])
+    return attrs.evolve(grads, leaves=leaves, scale=mapped.scale, norm=mapped.norm)

@@ -262,8 +262,8 @@ MUTANTS = (
     Mutant(
         "gradient-elsewhere-measured-too-early",
         "fds/step/update.py",
-        "leaves[i] = landing.land(i, found.leaves[0])",
-        "leaves[i] = landing.write(i, found.leaves[0]) or landing.leaves.get(i, found.leaves[0])",
+        "leaves[i] = landing.land(i, mapped.leaves[0])",
+        "leaves[i] = landing.write(i, mapped.leaves[0]) or landing.leaves.get(i, mapped.leaves[0])",
         "the norm of a gradient elsewhere is that from before a map that changed it",
         "tests/laws/test_gradients_elsewhere.py",
     ),
