@@ -52,17 +52,12 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
                 owners[key] = by
             changes["memory"] = {**changes.get("memory", step.memory), **made}
         elif isinstance(held, tuple):
-            if isinstance(value, Dimension) and isinstance(value.placement, Shard):
-                if "topology.shard" in owners:
-                    first = owners["topology.shard"]
-                    raise conflict(step, "the sharding of the state", first, hint, drop=first, instead=instead)
-                owners["topology.shard"] = by
-            if isinstance(value, Measure) and value.skips:
-                if "measure.skips" in owners:
-                    first = owners["measure.skips"]
-                    drop = by if instead is None else first
-                    raise conflict(step, "what skips a step", first, hint, drop=drop, instead=instead)
-                owners["measure.skips"] = by
+            if (once := _stands_once(value)) is not None:
+                key, what = once
+                if key in owners:
+                    drop = by if instead is None else owners[key]
+                    raise conflict(step, what, owners[key], hint, drop=drop, instead=instead)
+                owners[key] = by
             changes[name] = (*held, value)
         else:
             fields = _fields(held) if some is None else some
@@ -92,6 +87,15 @@ def _implied(stations: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     optimizer = stations.get("optimizer")
     if isinstance(optimizer, Optimizer):
         yield from (("memory", one) for one in memories(optimizer))
+
+
+def _stands_once(value: object) -> tuple[str, str] | None:
+    """Return the key and the name of what only one filler of a tuple station may do; None for what all may."""
+    if isinstance(value, Dimension) and isinstance(value.placement, Shard):
+        return "topology.shard", "the sharding of the state"
+    if isinstance(value, Measure) and value.skips:
+        return "measure.skips", "what skips a step"
+    return None
 
 
 def _memories(value: Memory | dict[str, Any]) -> dict[str, Memory]:
