@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import deque
 from typing import Any
@@ -11,11 +12,58 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.debugging.replay import NonFinite, replayed
+from fds.debugging.checking import CheckedGradients, Checking, NamedLayers, NonFinite, is_finite, not_finite
 from fds.display.readings import Reading, begin
 from fds.errors import FdsError, checked_call, is_a
 from fds.state import State
 from fds.step import Measure, Step
+from fds.step.ranges import clocked
+from fds.step.stations import AtOnce
+
+
+def replay(step: Step, state: State, batch: Any) -> NonFinite:
+    """Run a call again, and return what in it is not finite first; all ranks that share the step call this."""
+    order, mine = _replay_here(step, state, batch)
+    if step.everyone is None:
+        return mine
+    sent = step.everyone.exchange([order, attrs.asdict(mine)], "watch")
+    first = min(range(len(sent)), key=lambda rank: (sent[rank][0], rank))
+    names = dict.fromkeys(name for _, theirs in sent for name in theirs["params"])
+    return attrs.evolve(NonFinite.read(sent[first][1]), params=tuple(names))
+
+
+def _replay_here(step: Step, state: State, batch: Any) -> tuple[list[int], NonFinite]:
+    """Return what is not finite first on this rank, and what orders it among ranks: causes come before effects."""
+    rank, size = (0, 1) if step.everyone is None else (step.everyone.index, step.everyone.size)
+    in_state = [leaf for kind in ("params", "opt", "buffers") for leaf in not_finite(getattr(state, kind), kind)]
+    in_batch = not_finite(batch, "batch")
+    begin = functools.partial(NonFinite, int(state.calls), rank, size)
+    checking = Checking(state.step.device, begin)
+    checked = attrs.evolve(
+        step,
+        place=attrs.evolve(step.place, donate=False, speculate=False),
+        run=AtOnce(),
+        layer=(*step.layer, NamedLayers(checking.modules)),
+        condition=(CheckedGradients(checking.params), *step.condition),
+    )
+    with torch.compiler.set_stance("force_eager"), clocked(checking.parts), checking.modules, checking:
+        _, metrics = checked(state, batch)
+    params = tuple(checking.params)
+    if in_state:
+        return [0], begin("state", tensors=tuple(in_state), params=params)
+    if in_batch:
+        return [1], begin("batch", tensors=tuple(in_batch), params=params)
+    lost = not is_finite(metrics["loss"])
+    loss = checking.of_loss if lost else None
+    # of a loss that is finite, what is not was hidden again in forward: a mask
+    culprits = [culprit for culprit in checking.culprits.values() if lost or culprit.part != "forward"]
+    if (first := loss or next(iter(culprits), None)) is not None:
+        microbatch = -1 if first.microbatch is None else first.microbatch
+        order = [3 if loss is None else 2, microbatch, first.stage or 0]
+        return order, attrs.evolve(first, params=params)
+    reduced = bool(params) and not lost
+    return [4 if reduced else 5], begin("reduce" if reduced else "nowhere", params=params)
+
 
 _LOOKED_AT = ("loss", "grad_norm", "skipped")
 
@@ -60,7 +108,7 @@ class Watch:
         self.step = step
         self.last: NonFinite | None = None
         self._donates = step.place.donate
-        self._small = [slot for slot, one in step.memory.items() if one.lies in ("named", "replicated")]
+        self._small = [slot for slot, memory in step.memory.items() if memory.lies in ("named", "replicated")]
         self._calls: deque[WatchedCall] = deque()
 
     def __repr__(self) -> str:
@@ -91,7 +139,7 @@ class Watch:
         For a state and a batch that were kept or saved; the state stays as it is. Where ranks share the step all of
         them call this, and each gets the same. Raises what a call raises.
         """
-        return replayed(self.step, state, batch)
+        return replay(self.step, state, batch)
 
     def _look(self) -> None:
         call = self._calls.popleft()
@@ -110,15 +158,15 @@ class Watch:
                 want="the state before it, to run it again",
                 hint="it was donated: go on from the last save without fds.donate()",
             )
-        self.last = found = self.replay(state, call.batch)
+        self.last = first = self.replay(state, call.batch)
         if skipped:
-            warnings.warn(f"the call after {found.call} others was skipped ({got})\n{found}", stacklevel=3)
+            warnings.warn(f"the call after {first.call} others was skipped ({got})\n{first}", stacklevel=3)
             return
         raise FdsError(
             "a step is not finite",
-            where=f"the call after {found.call} others: {found.place}",
-            got="\n".join([got, *str(found).split("\n")[1:]]),
-            hint=_HINTS.get(found.part, ""),
+            where=f"the call after {first.call} others: {first.place}",
+            got="\n".join([got, *str(first).split("\n")[1:]]),
+            hint=_HINTS.get(first.part, ""),
         )
 
 

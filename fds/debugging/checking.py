@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard, cast
 
 import attrs
 import torch
@@ -12,38 +12,171 @@ from torch import Tensor
 
 from fds import tree
 from fds.collectives.memory import performing
-from fds.debugging.statistics import Statistics, is_finite, is_read
 from fds.loss import LayerCall
-from fds.profiling.counting import UNINITIALISED, Watching, tensors_of
-from fds.profiling.modules import Modules
+from fds.profiling.counting import UNINITIALISED
+from fds.profiling.modules import Modules, Watching, tensors_of
 from fds.step import Call, Gradients
 from fds.step.ranges import Clock
+
+_STEP = 2**22  # elements that are looked at together: a leaf may lie on a disk, and be larger than memory
+
+
+@attrs.frozen
+class Statistics:
+    """What is in a tensor.
+
+    Attributes:
+        name: what it is: "output", "input 1", "params.1.weight".
+        dtype: such as "float16".
+        shape: of the tensor.
+        num_nan: how many elements are NaN.
+        num_inf: how many are infinite, of either sign.
+        least: the smallest finite element; None where there is none, as in the next two.
+        most: the largest finite element.
+        mean: of the finite elements.
+        first: index of the first element that is not finite; None where all are.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_nan: int
+    num_inf: int
+    least: float | None
+    most: float | None
+    mean: float | None
+    first: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, name: str, x: Tensor) -> Statistics:
+        """Look at every element."""
+        nan = inf = finite = at = 0
+        least, most, total, first = math.inf, -math.inf, 0.0, None
+        for part in _pieces(x):
+            bad, is_nan = ~part.isfinite(), int(part.isnan().sum())
+            if first is None and bool(bad.any()):
+                first = at + int(bad.nonzero()[0])
+            good, at = part[~bad].double(), at + len(part)
+            nan, inf, finite = nan + is_nan, inf + int(bad.sum()) - is_nan, finite + len(good)
+            if len(good):
+                least, most = min(least, float(good.min())), max(most, float(good.max()))
+                total += float(good.sum())
+        of_finite = (least, most, total / finite) if finite else (None, None, None)
+        index = None if first is None else unraveled(first // (1 + x.is_complex()), tuple(x.shape))
+        return cls(name, str(x.dtype).removeprefix("torch."), tuple(x.shape), nan, inf, *of_finite, index)
+
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> Statistics:
+        """Return what another rank sent as JSON."""
+        first = fields["first"]
+        return cls(**fields | {"shape": tuple(fields["shape"]), "first": None if first is None else tuple(first)})
+
+    def __str__(self) -> str:
+        counts = f"{self.num_nan:,} NaN, {self.num_inf:,} inf of {math.prod(self.shape):,}"
+        finite = "" if self.mean is None else f"; finite {self.least:.4g} to {self.most:.4g}, mean {self.mean:.4g}"
+        at = "" if self.first is None else f"; first at {list(self.first)}"
+        return f"{self.name}: {self.dtype} {self.shape}: {counts}{finite}{at}"
+
+
+def is_read(x: object) -> TypeGuard[Tensor]:
+    """Return whether something holds numbers that are read here without asking other ranks for them.
+
+    That are plain dense tensors of floating-point or complex numbers: parameters of stage 3 would be gathered.
+    """
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        return False
+    x = cast(Tensor, x)
+    return x.layout is torch.strided and not x.is_meta and (x.is_floating_point() or x.is_complex())
+
+
+def is_finite(x: object) -> bool:
+    """Return whether every element is finite; True for what is not read."""
+    return not is_read(x) or all(bool(part.isfinite().all()) for part in _pieces(x))
+
+
+def not_finite(values: Any, above: str) -> list[Statistics]:
+    """Return the leaves of a tree that are not all finite, by their key paths behind `above`."""
+    named = tree.paths(values)
+    return [Statistics.of(f"{above}.{path}".rstrip("."), x) for path, x in named.items() if not is_finite(x)]
+
+
+def unraveled(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of the element with this index in the flattened tensor.
+
+    >>> unraveled(5, (2, 3))
+    (1, 2)
+    """
+    indices: list[int] = []
+    for size in reversed(shape):
+        index, at = divmod(index, size)
+        indices.append(at)
+    return tuple(reversed(indices))
+
+
+def _pieces(x: Tensor) -> Iterator[Tensor]:
+    """Yield all elements, flat, of a dtype that can be looked at; of complex numbers the real and imaginary parts."""
+    flat = x.detach().reshape(-1)
+    for i in range(0, len(flat), _STEP):
+        part = flat[i : i + _STEP]
+        part = torch.view_as_real(part.resolve_conj()).reshape(-1) if part.is_complex() else part
+        yield part.float() if part.itemsize == 1 else part  # numbers of 8 bits know no isfinite
+
 
 _FEW = 4  # tensors that an operator was given, and that it made, that are kept
 _OVERWRITING = tuple(f"aten.{kind}{name}_" for kind in ("", "_foreach_") for name in ("copy", "fill", "zero"))
 
 
 @attrs.frozen
-class Culprit:
-    """An operator that made numbers that are not finite of finite ones.
+class NonFinite:
+    """The first numbers of a call of a step that are not finite, of all ranks that share it.
 
     Attributes:
-        part: of the step: gather, forward, recomputation, backward, reduce.
-        module: the innermost one that ran, or in backward whose forward is reversed; empty outside of all.
+        call: `state.calls` before it.
+        rank: where they were found, among the ranks that share the step.
+        num_ranks: how many these are.
+        part: "state" or "batch", where the call was given them; "gather", "forward", "recomputation" or "backward",
+            where an operator made them of finite ones; "reduce" where that happened between ranks or microbatches;
+            "nowhere" where no operator that is looked at did it, as where the call is finite when it is run again.
+        module: the innermost one in which the operator ran, or in backward whose forward was reversed; "layers[2]" for
+            a layer that is no module; empty outside of all.
         kind: the module's class.
-        operator: such as "aten.div".
+        operator: torch's name of it, "aten.div".
         stage: of a pipeline.
-        microbatch: of the batch of this rank; of a pipeline, of all.
-        tensors: what it was given and what it returned.
+        microbatch: its index, on this rank; None outside of all.
+        tensors: what the operator was given and what it returned, or leaves of the state or the batch.
+        params: the parameters whose summed gradient is not finite, in the order of the state.
     """
 
+    call: int
+    rank: int
+    num_ranks: int
     part: str
-    module: str
-    kind: str
-    operator: str
-    stage: int | None
-    microbatch: int | None
-    tensors: tuple[Statistics, ...]
+    module: str = ""
+    kind: str = ""
+    operator: str = ""
+    stage: int | None = None
+    microbatch: int | None = None
+    tensors: tuple[Statistics, ...] = ()
+    params: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> NonFinite:
+        """Return what another rank sent as JSON."""
+        tensors = tuple(map(Statistics.read, fields["tensors"]))
+        return cls(**fields | {"tensors": tensors, "params": tuple(fields["params"])})
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words: `backward of '2.ffn' (FFN), aten.mul, microbatch 1, rank 0 of 4`."""
+        inside = f"{self.part} of {self.module!r}" if self.module else self.part
+        words = [inside + (f" ({self.kind})" if self.kind else ""), self.operator]
+        words += [f"{name} {i}" for name in ("stage", "microbatch") if (i := getattr(self, name)) is not None]
+        return ", ".join(filter(None, [*words, f"rank {self.rank} of {self.num_ranks}" * (self.num_ranks > 1)]))
+
+    def __str__(self) -> str:
+
+        lines = [f"first not finite: {self.place}", *map(str, self.tensors)]
+        return "\n".join([*lines, f"gradients not finite: {tree.named(self.params)}"] if self.params else lines)
 
 
 @attrs.define(eq=False)
@@ -77,21 +210,21 @@ class Checking(Watching):
 
     Attributes:
         parts: a clock for the ranges of the step.
+        begin: makes a `NonFinite` of this call and rank.
         culprits: part of the step -> the first of them in it, in the order in which they ran.
         of_loss: that from which the first scalar of a forward that is not finite came, mostly the loss.
         params: the names of parameters on this rank whose summed gradient is not finite.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, begin: Callable[..., NonFinite]) -> None:
         super().__init__()
-        self.parts = Parts(device)
-        self.culprits: dict[str, Culprit] = {}
-        self.of_loss: Culprit | None = None
+        self.parts, self.begin = Parts(device), begin
+        self.culprits: dict[str, NonFinite] = {}
+        self.of_loss: NonFinite | None = None
         self.params: dict[str, None] = {}
-        self._origins: dict[int, Culprit] = {}  # address of memory -> who made what is not finite in it
+        self._origins: dict[int, NonFinite] = {}  # address of memory -> who made what is not finite in it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and look at what it returns."""
         kwargs, part = kwargs or {}, self.parts.current
         packet = getattr(func, "_overloadpacket", None)
         if packet is None:  # an operator of higher order, such as cond, whose parts are looked at
@@ -104,41 +237,37 @@ class Checking(Watching):
         out = func(*args, **kwargs)
         made = list({id(x): x for x in (*tensors_of(out), *written)}.values())
         if wrong := [x for x in made if not is_finite(x)]:
-            given = [x for x in tensors_of((args, kwargs)) if not any(x is one for one in written)]
-            bad += [x for x in given if not is_finite(x)]
-            self._note(str(packet), given, made, wrong, bad, meant=_is_meant(args, kwargs))
+            inputs = [x for x in tensors_of((args, kwargs)) if not any(x is output for output in written)]
+            bad += [x for x in inputs if not is_finite(x)]
+            # what it makes comes from what is bad of its inputs; it is its own if all were finite, unless it is meant,
+            # as masked_fill(mask, -inf) is
+            meant = any(isinstance(x, float) and not math.isfinite(x) for x in (*args, *kwargs.values()))
+            origin = next((culprit for x in bad if (culprit := self._origins.get(_address(x))) is not None), None)
+            if not bad and not meant:
+                origin = self._culprit(str(packet), inputs, made)
+                self.culprits.setdefault(origin.part, origin)
+            self._note(wrong, origin)
         return out
 
-    def _note(
-        self, name: str, given: list[Tensor], made: list[Tensor], wrong: list[Tensor], bad: list[Tensor], *, meant: bool
-    ) -> None:
-        """Note from whom what is `wrong` of what an operator made has come: from what it was given that is `bad`.
-
-        It is the operator's own if that was finite, unless it is `meant`.
-        """
-        origin = next((found for x in bad if (found := self._origins.get(_memory(x))) is not None), None)
-        if not bad and not meant:
-            origin = self._culprit(name, given, made)
-            self.culprits.setdefault(origin.part, origin)
+    def _note(self, wrong: list[Tensor], origin: NonFinite | None) -> None:
         if origin is None:
             for x in wrong:  # whoever had its memory before is not to be blamed
-                self._origins.pop(_memory(x), None)
+                self._origins.pop(_address(x), None)
             return
-        self._origins |= {_memory(x): origin for x in wrong}
+        self._origins |= {_address(x): origin for x in wrong}
         if self.of_loss is None and self.parts.current == "forward" and any(x.dim() == 0 for x in wrong):
             self.of_loss = origin
 
-    def _culprit(self, name: str, given: list[Tensor], made: list[Tensor]) -> Culprit:
-        module, phase = self.place()
-        part = self.parts.current
-        kind = self.modules.found[module].kind if module and module in self.modules.found else ""
-        wrong = [i for i, x in enumerate(made) if not is_finite(x)][:_FEW]
-        read = [i for i, _ in enumerate(given) if i in wrong or len(given) != len(made)][:_FEW]  # lists go pairwise
-        known = [(f"input {i}", given[i]) for i in read]
-        known += [("output" if len(made) == 1 else f"output {i}", made[i]) for i in wrong]
-        tensors = tuple(Statistics.of(word, x) for word, x in known if is_read(x))
+    def _culprit(self, operator: str, inputs: list[Tensor], outputs: list[Tensor]) -> NonFinite:
+        (module, phase), part = self.place(), self.parts.current
+        kind = self.modules.ran[module].kind if module and module in self.modules.ran else ""
+        wrong = [i for i, x in enumerate(outputs) if not is_finite(x)][:_FEW]
+        pairwise = len(inputs) == len(outputs)  # lists go pairwise
+        shown = [(f"input {i}", x) for i, x in enumerate(inputs) if i in wrong or not pairwise][:_FEW]
+        shown += [("output" if len(outputs) == 1 else f"output {i}", outputs[i]) for i in wrong]
+        tensors = tuple(Statistics.of(word, x) for word, x in shown if is_read(x))
         part = phase if part == "backward" else part
-        return Culprit(part, module, kind, name, self.parts.stage, self.parts.microbatch, tensors)
+        return self.begin(part, module, kind, operator, self.parts.stage, self.parts.microbatch, tensors)
 
 
 @attrs.frozen
@@ -150,12 +279,12 @@ class NamedLayers:
 
     def __call__(self, calls: list[LayerCall], call: Call) -> list[LayerCall]:
         """Return the calls, each inside of a name."""
-        return [one.replaced(self._inside(one)) if one.layers else one for one in calls]
+        return [layer.replaced(self._name(layer)) if layer.layers else layer for layer in calls]
 
-    def _inside(self, one: LayerCall) -> Callable[..., Any]:
+    def _name(self, layer: LayerCall) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            with self.modules.inside(", ".join(f"layers[{i}]" for i in one.layers)):
-                return one.run(*args)
+            with self.modules.inside(", ".join(f"layers[{i}]" for i in layer.layers)):
+                return layer.run(*args)
 
         return run
 
@@ -172,21 +301,15 @@ class CheckedGradients:
     def __call__(self, grads: Gradients, call: Call) -> Gradients:
         """Return the gradients as they are."""
         for leaf, inside in zip(grads.leaves, grads.segments, strict=True):
-            self.params.update({one.name: None for one in inside if not is_finite(one.of(leaf.reshape(-1)))})
+            self.params.update({part.name: None for part in inside if not is_finite(part.of(leaf.reshape(-1)))})
         return grads
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yield the tensors that an operator writes over."""
-    for i, one in enumerate(func._schema.arguments):
-        if one.alias_info is not None and one.alias_info.is_write:
-            yield from tensors_of(kwargs[one.name] if one.name in kwargs else args[i] if i < len(args) else ())
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_of(kwargs.get(argument.name, args[i] if i < len(args) else ()))
 
 
-def _is_meant(args: Any, kwargs: Any) -> bool:
-    """Say whether an operator was given a number that is not finite itself, as `masked_fill(mask, -inf)` is."""
-    return any(isinstance(x, float) and not math.isfinite(x) for x in (*args, *kwargs.values()))
-
-
-def _memory(x: Tensor) -> int:
+def _address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()

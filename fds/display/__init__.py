@@ -3,9 +3,7 @@
 `Progress` puts the parts together; `Interrupt`, `Log` and `draw_curve` can be used without it.
 """
 
-from fds.display.interrupt import Interrupt
-from fds.display.jsonl import Log, read_log
-from fds.display.pictures import draw_curve
-from fds.display.progress import Progress
+from fds.display.log import Log, draw_curve, read_log
+from fds.display.progress import Interrupt, Progress
 
 __all__ = ["Interrupt", "Log", "Progress", "draw_curve", "read_log"]

@@ -1,23 +1,63 @@
-"""`Progress`: how a run goes, while it runs."""
+"""`Progress`: how a run goes, while it runs; `Interrupt`: Ctrl-C and SIGTERM end it after a step of all ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self
 
+import torch
 from rich.console import Console
 
 from fds.collectives import Axis, mesh
-from fds.display.interrupt import Interrupt
-from fds.display.jsonl import Log
+from fds.display.log import Curve, Log
 from fds.display.readings import read
-from fds.display.screens import Screen, screen_for
-from fds.display.smoothing import Curve
-from fds.display.view import View, short
+from fds.display.screens import Screen, View, screen_for, short
 from fds.errors import FdsError, is_int, is_number
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupt:
+    """Ctrl-C and SIGTERM: the first asks the loop to end after its step, a second one ends the program at once.
+
+    `with Interrupt(axis) as interrupt:` puts the earlier handlers back at the end. Python hands signals to the main
+    thread alone: elsewhere, as on simulated ranks, nothing is handled and `asked` stays False.
+
+    Args:
+        axis: the ranks that end together; None for one rank.
+    """
+
+    asked = False  # whether this rank was interrupted
+
+    def __init__(self, axis: Axis | None = None):
+        self._axis = axis
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._note) for s in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def agreed(self) -> bool:
+        """Return whether any rank was interrupted, the same on all ranks: one message of 4 bytes between hosts."""
+        if self._axis is None or self._axis.size == 1:
+            return self.asked
+        return bool(self._axis.all_reduce(torch.tensor(float(self.asked))))
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
 
 
 class Progress:
@@ -70,7 +110,12 @@ class Progress:
         show: bool | None = None,
         console: Console | None = None,
     ):
-        _check(total_steps, start, interval)
+        for name, value in (("total_steps", total_steps), ("start", start)):
+            if not is_int(value, 0):
+                raise FdsError("not a number of steps", where=f"Progress, {name}", got=repr(value), want="0 or more")
+        if interval is not None and not (is_number(interval) and interval >= 0):
+            where, want = "Progress, interval", "0.0 or more"
+            raise FdsError("not a number of seconds", where=where, got=repr(interval), want=want)
         axis = mesh(ranks=-1)["ranks"] if axis is None else axis
         self.total_steps, self.done, self.title, self.interrupted = total_steps, start, title, False
         self.shows = axis.index == 0 if show is None else show
@@ -120,9 +165,8 @@ class Progress:
             number = self.done
             yield number
             if self.done == number:
-                raise FdsError(
-                    "the step was not reported", where=f"step {number}", want="progress(metrics) in each turn"
-                )
+                want = "progress(metrics) in each turn"
+                raise FdsError("the step was not reported", where=f"step {number}", want=want)
 
     def __call__(self, metrics: Mapping[str, Any], *, tokens: int = 0, samples: int = 0) -> None:
         """Report a step: its metrics, and how many tokens and samples it took, on all ranks together."""
@@ -202,19 +246,8 @@ class Progress:
         texts |= {f"{name}/s": f"{speed:,.0f}" for name, speed in self._speeds.items()}
         if self.interrupted and self.done < self.total_steps:
             return {**texts, "interrupted": f"after step {self.done}"}
-        return {**texts, "time left": self._time_left()}
-
-    def _time_left(self) -> str:
         a_step = (time.perf_counter() - self._began) / max(1, self.done - self._first)
         seconds = int(a_step * (self.total_steps - self.done))
         hours, minutes = divmod(seconds // 60, 60)
-        return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
-
-
-def _check(total_steps: int, start: int, interval: float | None) -> None:
-    """Raise `FdsError` for arguments that are no numbers of steps or seconds."""
-    for name, value in (("total_steps", total_steps), ("start", start)):
-        if not is_int(value, 0):
-            raise FdsError("not a number of steps", where=f"Progress, {name}", got=repr(value), want="0 or more")
-    if interval is not None and not (is_number(interval) and interval >= 0):
-        raise FdsError("not a number of seconds", where="Progress, interval", got=repr(interval), want="0.0 or more")
+        left = f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
+        return {**texts, "time left": left}

@@ -25,7 +25,7 @@ class Reading:
     events: Sequence[torch.cuda.Event]
 
     @property
-    def arrived(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether `numbers` need not wait."""
         return all(event.query() for event in self.events)
 
@@ -33,14 +33,12 @@ class Reading:
         """Return the scalars of each mapping as numbers, waiting for those that have not arrived."""
         for event in self.events:
             event.synchronize()
-        found = [dict(row) for _, row in self.rows]
+        numbers = [dict(row) for _, row in self.rows]
         for values, places in self.copies:
             for (i, name), value in zip(places, values.tolist(), strict=True):
-                found[i][name] = value
-        return [
-            {name: row[name] for name in metrics if name in row}
-            for row, (metrics, _) in zip(found, self.rows, strict=True)
-        ]
+                numbers[i][name] = value
+        rows = zip(numbers, self.rows, strict=True)
+        return [{name: row[name] for name in metrics if name in row} for row, (metrics, _) in rows]
 
 
 def begin(many: Sequence[Mapping[str, Any]]) -> Reading:
@@ -67,5 +65,5 @@ def begin(many: Sequence[Mapping[str, Any]]) -> Reading:
 
 
 def read(many: Sequence[Mapping[str, Any]]) -> list[dict[str, float | int | bool]]:
-    """Return the scalars of each mapping as numbers, as `begin` finds them, and wait for them."""
+    """Return the scalars of each mapping as numbers, as `begin` copies them, and wait for them."""
     return begin(many).numbers()

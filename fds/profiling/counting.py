@@ -3,29 +3,77 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from fds.collectives.memory import performing
-from fds.loss.modes import current as mode_of_loss
-from fds.profiling.formulas import formula, unmasked
-from fds.profiling.modules import Modules
+from fds.profiling.modules import PHASES, Phase, Watching, tensors_of
 
-Phase = Literal["forward", "recomputation", "backward", "update"]
-PHASES: tuple[Phase, ...] = ("forward", "recomputation", "backward", "update")
+Shape = Sequence[int]
 
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-_saving: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
+
+def _attention(q: Shape, k: Shape, v: Shape, *, scores: int = 1, values: int = 1) -> int:
+    return 2 * q[0] * q[1] * q[2] * k[2] * (scores * q[3] + values * v[3])
+
+
+def _conv_backward(
+    grad: Shape, x: Shape, w: Shape, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    output_padding: Any, groups: int, mask: Sequence[bool], *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    # as many as forward for each of the gradients of x and w that is wanted: the pairs are the same
+    return conv_flop_count(list(x), list(w), list(grad), transposed=transposed) * (mask[0] + mask[1])
+
+
+_FORMULAS: dict[str, Callable[..., int]] = {
+    # scores, and their product with v
+    "aten._scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: _attention(q, k, v),
+    "fds.flash_attention": lambda q, k, v, *_, **__: _attention(q, k, v),
+    # scores again; the gradients of v, of the probabilities, of q and of k
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": (
+        lambda dout, q, k, v, *_, **__: _attention(q, k, v, scores=3, values=2)
+    ),
+    # as above, where both of its kernels compute scores and the gradients of the probabilities
+    "fds.flash_attention_backward": lambda dout, q, k, v, *_, **__: _attention(q, k, v, scores=4, values=3),
+    # logits, and what is wanted of the gradients of hidden and of weight, which forward computes
+    "fds.linear_cross_entropy": (
+        lambda hidden, weight, targets, bias, wants, *_, **__: (
+            2 * hidden[0] * hidden[1] * weight[0] * (1 + wants[0] + wants[1])
+        )
+    ),
+    "aten.convolution_backward": _conv_backward,
+}
+
+
+@functools.cache
+def formula(packet: Any) -> Callable[..., int] | None:
+    """Return the formula of an operator, a function of its arguments and `out_val`; None where it has none."""
+    ours = _FORMULAS.get(str(packet))
+    counter = FlopCounterMode(display=False, custom_mapping={} if ours is None else {packet: ours})
+    return counter.flop_registry.get(packet)
+
+
+def by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of an operator by their names."""
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+
+
+def _count_unmasked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Return how many pairs of a query and a key an operator leaves, of how many, where it masks them causally."""
+    arguments = by_name(func, args, kwargs)
+    if not (arguments.get("is_causal") or arguments.get("causal")):
+        return 1, 1
+    queries, keys = (arguments[long if long in arguments else long[0]].shape[-2] for long in ("query", "key"))
+    return sum(min(i + 1, keys) for i in range(queries)), queries * keys
+
+
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 UNINITIALISED = frozenset(f"aten.{name}" for name in _EMPTY)  # what they return has anything in it
 _MOVES_NOTHING = UNINITIALISED | {"aten._unsafe_view", "aten.lift_fresh"}
@@ -61,12 +109,8 @@ class Work:
 
     def add(self, other: Work) -> None:
         """Add what others did."""
-        self.calls += other.calls
-        self.flops += other.flops
-        self.unmasked_flops += other.unmasked_flops
-        self.elements += other.elements
-        self.num_bytes += other.num_bytes
-        self.seconds += other.seconds
+        for field in attrs.fields(Work):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 @attrs.frozen
@@ -76,25 +120,6 @@ class Place:
     module: str
     phase: Phase
     operator: str
-
-
-class Watching(TorchDispatchMode):
-    """See every operator of a thread, and of autograd's threads that work for it, with the module and phase it is in.
-
-    Other threads, as other simulated ranks are, are not seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.modules = Modules(lambda: self in _get_current_dispatch_mode_stack())
-
-    def place(self) -> tuple[str, Phase]:
-        """Return the module and the phase of what runs now."""
-        # a loss runs, and is run again, inside of a module or a layer, or where torch saves what it needs of it
-        inside = self.modules.running or mode_of_loss().busy is not None or _saving(True) is not None
-        if _graph_task() == -1:
-            return self.modules.current, "forward" if inside else "update"
-        return (self.modules.current, "recomputation") if inside else (self.modules.reversed(), "backward")
 
 
 class Counting(Watching):
@@ -111,7 +136,7 @@ class Counting(Watching):
         self.events: list[tuple[Work, Any, Any]] = []  # whose time is known when the device has come so far
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, or its parts where torch knows it by those alone, and count it."""
+
         kwargs = kwargs or {}
         if performing.get():
             return func(*args, **kwargs)
@@ -128,18 +153,17 @@ class Counting(Watching):
                 return out
         work = self.done.setdefault(Place(*self.place(), str(packet)), Work())
         out = self._timed(work, func, args, kwargs)
-        given, made = list(tensors_of((args, kwargs))), list(tensors_of(out))
         work.calls += 1
         if count is not None:
             flops = count(*args, **kwargs, out_val=out)
-            left, of = unmasked(func, args, kwargs)
+            left, pairs = _count_unmasked(func, args, kwargs)
             work.flops += flops
-            work.unmasked_flops += flops * left // of
+            work.unmasked_flops += flops * left // pairs
         if not func.is_view and str(packet) not in _MOVES_NOTHING:
-            work.num_bytes += sum(x.nbytes for x in {id(x): x for x in given + made}.values())
-            if count is None:
-                results = out if isinstance(out, tuple) else (out,)
-                work.elements += max(map(_numel, (*args, *kwargs.values(), *results)), default=0)
+            work.num_bytes += sum(x.nbytes for x in {id(x): x for x in tensors_of((args, kwargs, out))}.values())
+            if count is None:  # of lists of tensors all elements
+                values = (*args, *kwargs.values(), *(out if isinstance(out, tuple) else (out,)))
+                work.elements += max((sum(x.numel() for x in tensors_of(value)) for value in values), default=0)
         return out
 
     def _timed(self, work: Work, func: Any, args: Any, kwargs: Any) -> Any:
@@ -168,27 +192,21 @@ def counting() -> Iterator[Counting]:
         work.seconds += start.elapsed_time(end) / 1000
 
 
-def tensors_of(x: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what an operator is given, or returns: lists, tuples and keywords of them."""
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, list | tuple | dict):
-        for one in x.values() if isinstance(x, dict) else x:
-            yield from tensors_of(one)
-
-
-def _numel(x: Any) -> int:
-    """Return the elements of an argument or a result: a tensor, or a list of them."""
-    return sum(one.numel() for one in tensors_of(x))
-
-
-def inclusive(done: dict[Place, Work], names: list[str]) -> dict[str, dict[Phase, Work]]:
+def add_inside(done: dict[Place, Work], names: list[str]) -> dict[str, dict[Phase, Work]]:
     """Return module -> phase -> what was done in it and in the modules inside of it; "" is everything."""
-    found: dict[str, dict[Phase, Work]] = {name: {phase: Work() for phase in PHASES} for name in ["", *names]}
+    total: dict[str, dict[Phase, Work]] = {name: {phase: Work() for phase in PHASES} for name in ["", *names]}
     for place, work in done.items():
-        words = place.module.split(".") if place.module else []
-        for n in range(len(words) + 1):
-            name = ".".join(words[:n])
-            if name in found:
-                found[name][place.phase].add(work)
-    return found
+        for name in names_above(place.module):
+            if name in total:
+                total[name][place.phase].add(work)
+    return total
+
+
+def names_above(name: str) -> list[str]:
+    """Return the names of the modules around one, from that of all, "", to its own.
+
+    >>> names_above("0.ffn")
+    ['', '0', '0.ffn']
+    """
+    words = name.split(".") if name else []
+    return [".".join(words[:n]) for n in range(len(words) + 1)]

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
+from torch import nn
 
-from fds import _html
-from fds.errors import FdsError, is_int
-from fds.profiling.counting import PHASES, Counting, Phase, Work, inclusive
+from fds import _html, tree
+from fds.errors import FdsError, checked_call, is_int
+from fds.profiling.counting import Counting, Work, add_inside, counting, names_above
+from fds.profiling.modules import PHASES, ModuleThatRan, Phase
+from fds.state import State
+from fds.step import Step
+from fds.step.stations import AtOnce
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
 
 _WIDE = 130  # characters of the text
 _SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -81,32 +90,30 @@ class Profile:
         from rich.padding import Padding
         from rich.table import Table
 
-        def made(head: tuple[str, ...], rows: Iterator[tuple[str, ...]], left: int) -> Table:
+        parts: list[Any] = [f"{self.title}: {self.num_parameters:,} parameters", *self._notes()]
+        for _, head, rows, left in self._tables():
             table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
             for i, name in enumerate(head):
                 table.add_column(name, justify="left" if i < left else "right", no_wrap=True, overflow="ellipsis")
             for row in rows:
                 table.add_row(*row)
-            return table
-
-        parts: list[Any] = [f"{self.title}: {self.num_parameters:,} parameters", *self._notes()]
-        parts += [Padding(made(_PHASES, self._phase_rows(), 1), (1, 0, 0, 0))]
-        if self.top:
-            parts += [Padding(made(_TOP, self._top_rows(), 2), (1, 0, 0, 0))]
-        if self.detailed:
-            parts += [Padding(made(_MODULES, self._module_rows(), 2), (1, 0, 0, 0))]
+            parts.append(Padding(table, (1, 0, 0, 0)))
         return Group(*parts)
 
     def _repr_html_(self) -> str:
-        right = lambda head, left: range(left, len(head))
         parts = [*map(_html.text, self._notes())]
-        parts += [_html.table(self._phase_rows(), head=_PHASES, right=right(_PHASES, 1))]
-        if self.top:
-            parts += [_html.closed("most expensive", _html.table(self._top_rows(), head=_TOP))]
-        if self.detailed:
-            table = _html.table(self._module_rows(), head=_MODULES, right=right(_MODULES, 2))
-            parts += [_html.closed("modules", table)]
+        for title, head, rows, left in self._tables():
+            table = _html.table(rows, head=head, right=() if head is _TOP else range(left, len(head)))
+            parts.append(_html.closed(title, table) if title else table)
         return _html.box(f"{self.title}: {self.num_parameters:,} parameters", *parts)
+
+    def _tables(self) -> Iterator[tuple[str, tuple[str, ...], Iterator[tuple[str, ...]], int]]:
+        """Yield the title of each table, what stands above its columns, its rows, and how many columns are texts."""
+        yield "", _PHASES, self._phase_rows(), 1
+        if self.top:
+            yield "most expensive", _TOP, self._top_rows(), 2
+        if self.detailed:
+            yield "modules", _MODULES, self._module_rows(), 2
 
     def _notes(self) -> Iterator[str]:
         total = self.total
@@ -123,43 +130,43 @@ class Profile:
     def _phase_rows(self) -> Iterator[tuple[str, ...]]:
         for phase, work in [*self.phases.items(), ("all", self.total)]:
             if work.calls:
-                yield (phase, *_numbers(work), f"{work.calls:,}")
+                numbers = map(short, (work.flops, work.macs, work.elements, work.num_bytes))
+                yield (phase, *numbers, _ms(work.seconds), f"{work.calls:,}")
 
     def _top_rows(self) -> Iterator[tuple[str, ...]]:
         """Yield, level by level, which classes of modules take most; a class inside of itself counts once."""
-        inner = {name: one for name, one in self.modules.items() if name and self._is_shown(name)}
+        inner = {name: module for name, module in self.modules.items() if name and self._is_shown(name)}
         for level in sorted({name.count(".") for name in inner}):
             kinds: dict[str, list[ModuleProfile]] = {}
-            for name, one in inner.items():
+            for name, module in inner.items():
                 if name.count(".") == level:
-                    kinds.setdefault(one.kind, []).append(one)
+                    kinds.setdefault(module.kind, []).append(module)
             for what, amount, write in (
-                ("flops", lambda one: _sum(one.work).flops, short),
-                ("parameters", lambda one: one.num_parameters, short),
-                ("time", lambda one: _sum(one.work).seconds, _ms),
+                ("flops", lambda module: _sum(module.work).flops, short),
+                ("parameters", lambda module: module.num_parameters, short),
+                ("time", lambda module: _sum(module.work).seconds, _ms),
             ):
                 sums = sorted(((sum(map(amount, some)), kind) for kind, some in kinds.items()), key=lambda x: -x[0])
                 yield str(level + 1), what, ", ".join(f"{kind} {write(n)}" for n, kind in sums[: self.top] if n)
 
     def _module_rows(self) -> Iterator[tuple[str, ...]]:
         flops = self.total.flops or 1
-        for name, one in self.modules.items():
+        for name, module in self.modules.items():
             if self._is_shown(name):
-                level = name.count(".") + 1 if name else 0
-                every, of = _sum(one.work), [one.work[phase] for phase in PHASES[:3]]
+                total, by_phase = _sum(module.work), [module.work[phase] for phase in PHASES[:3]]
                 yield (
-                    "  " * level + (name.rpartition(".")[2] or "all"),
-                    one.kind,
-                    short(one.num_parameters),
-                    f"{one.calls:,}",
-                    *(short(work.flops) for work in of),
-                    f"{100 * every.flops / flops:.1f}%",
-                    short(every.num_bytes),
-                    *(_ms(work.seconds) for work in of),
+                    "  " * _level(name) + (name.rpartition(".")[2] or "all"),
+                    module.kind,
+                    short(module.num_parameters),
+                    f"{module.calls:,}",
+                    *(short(work.flops) for work in by_phase),
+                    f"{100 * total.flops / flops:.1f}%",
+                    short(total.num_bytes),
+                    *(_ms(work.seconds) for work in by_phase),
                 )
 
     def _is_shown(self, name: str) -> bool:
-        return self.depth is None or (name.count(".") + 1 if name else 0) <= self.depth
+        return self.depth is None or _level(name) <= self.depth
 
 
 _PHASES = ("", "flops", "MACs", "other elements", "bytes", "ms", "operators")
@@ -172,18 +179,15 @@ _MODULES = (
 
 def profile_of(counted: Counting, num_parameters: int | None, title: str, **others: Any) -> Profile:
     """Return the profile of what was counted; `num_parameters` of None are those of the modules that ran."""
-    found = counted.modules.found
-    work = inclusive(counted.done, list(found))
-    own: dict[str, dict[int, int]] = {"": {}}
-    for name, one in found.items():
-        words = name.split(".") if name else []
-        for n in range(len(words) + 1):
-            own.setdefault(".".join(words[:n]), {}).update(one.own)
-    ran = {name: one for name, one in found.items() if name and (one.calls or _sum(work[name]).calls)}
-    root = found.get("")
+    ran = {"": ModuleThatRan("", {})} | counted.modules.ran
+    work, params = add_inside(counted.done, list(ran)), {name: dict[int, int]() for name in ran}
+    for name, module in ran.items():
+        for above in names_above(name):
+            params.setdefault(above, {}).update(module.params)
     modules = {
-        "": ModuleProfile(root.kind if root else "", sum(own[""].values()), root.calls if root else 0, work[""]),
-        **{name: ModuleProfile(one.kind, sum(own[name].values()), one.calls, work[name]) for name, one in ran.items()},
+        name: ModuleProfile(module.kind, sum(params[name].values()), module.calls, work[name])
+        for name, module in ran.items()
+        if not name or module.calls or _sum(work[name]).calls
     }
     operators: dict[str, dict[Phase, Work]] = {}
     for place, done in counted.done.items():
@@ -217,8 +221,8 @@ def short(n: float) -> str:
 
 def _sum(work: Mapping[Phase, Work]) -> Work:
     total = Work()
-    for one in work.values():
-        total.add(one)
+    for of_phase in work.values():
+        total.add(of_phase)
     return total
 
 
@@ -226,6 +230,98 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.2f}"
 
 
-def _numbers(work: Work) -> tuple[str, ...]:
-    of = (work.flops, work.macs, work.elements, work.num_bytes)
-    return (*map(short, of), _ms(work.seconds))
+def _level(module: str) -> int:
+    return module.count(".") + 1 if module else 0
+
+
+@checked_call
+def profile(
+    step: Step, state: State, batch: Any, *, depth: int | None = None, top: int = 1, detailed: bool = True
+) -> Profile:
+    """Count what a call of the step takes on this rank: flops, parameters, bytes and time, module by module.
+
+    The step runs three times with this state and batch, to warm up, to be timed and to be counted, and what it returns
+    is dropped. The state stays as it is: a step that donates runs as one that does not. What is compiled runs as it is
+    written, and so does what CUDA graphs would replay. Where ranks share the step all of them call this; each gets its
+    own profile, in a pipeline that of its own stages.
+
+    Args:
+        step: what `compose(...)(loss)` returned.
+        state: of it.
+        batch: as for a call.
+        depth: levels of nested modules in the printed table; None: all.
+        top: kinds of modules that the table names as the most expensive of each level.
+        detailed: whether the table has a line for every module.
+
+    Raises `FdsError` for what is no step and for other values of these, and all that a call raises.
+    """
+    check_shown(depth, top, detailed)
+    if not isinstance(step, Step):
+        raise FdsError(
+            "only a step can be profiled",
+            where="step",
+            got=type(step).__name__,
+            want="what fds.compose(...)(loss) returned",
+            hint="fds.profile_model(model, example) profiles a module" if isinstance(step, nn.Module) else "",
+        )
+    plain = attrs.evolve(step, place=attrs.evolve(step.place, donate=False), run=AtOnce())
+    # the first call touches memory, and finds out what is found out once
+    seconds, counted = _time_and_count(lambda: plain(state, batch), state.step.device)
+    structure, _ = step.structure_of(state.params)
+    num_parameters = sum(leaf.numel for leaf in structure.leaves.values())
+    rank = "" if step.everyone is None else f" on rank {step.everyone.index} of {step.everyone.size}"
+    return profile_of(
+        counted, num_parameters, f"Profile of a step{rank}", seconds=seconds, depth=depth, top=top, detailed=detailed
+    )
+
+
+@checked_call
+def profile_model(
+    model: nn.Module, example: Any, *, depth: int | None = None, top: int = 1, detailed: bool = True
+) -> Profile:
+    """Count what the forward of a module takes, in eval mode and without gradients, as `get_model_profile` does.
+
+    `profile.phases["forward"]` has `flops` and `macs`, and `profile.num_parameters` counts parameters. The module runs
+    three times, and is in its own mode again afterwards.
+
+    Args:
+        model: a module.
+        example: what it is called with: a tensor, a tuple of arguments, or a dict of keywords.
+        depth: levels of nested modules in the printed table; None: all.
+        top: kinds of modules that the table names as the most expensive of each level.
+        detailed: whether the table has a line for every module.
+
+    Raises `FdsError` for what is no module and for other values of these, and all that the module raises.
+    """
+    check_shown(depth, top, detailed)
+    if not isinstance(model, nn.Module):
+        raise FdsError("only a module can be profiled", where="model", got=repr(model)[:80], want="an nn.Module")
+    args = example if isinstance(example, tuple) else () if tree.is_dict(example) else (example,)
+    kwargs = dict(example) if tree.is_dict(example) else {}
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    modes = {part: part.training for part in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            seconds, counted = _time_and_count(lambda: model(*args, **kwargs), device)
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+    num_parameters = sum(p.numel() for p in model.parameters())
+    title = f"Profile of {type(model).__name__}"
+    return profile_of(counted, num_parameters, title, seconds=seconds, depth=depth, top=top, detailed=detailed)
+
+
+def _time_and_count(call: Callable[[], Any], device: torch.device) -> tuple[float, Counting]:
+    """Return the seconds of a second call, and the counts of a third."""
+    wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    with torch.compiler.set_stance("force_eager"):
+        call()
+        wait()
+        start = time.perf_counter()
+        call()
+        wait()
+        seconds = time.perf_counter() - start
+        with counting() as counted:
+            call()
+    return seconds, counted

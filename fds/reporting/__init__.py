@@ -1,6 +1,6 @@
 """A page for a run: what it leaves in its directory, as one HTML file that needs no server and no network."""
 
-from fds.reporting._record_run import record_run
-from fds.reporting._report import report
+from fds.reporting.page import report
+from fds.reporting.record import record_run
 
 __all__ = ["record_run", "report"]

@@ -1,19 +1,18 @@
-"""What the page draws: charts of lines, one for each metric, and of the parts of a call, stacked."""
+"""What the page draws: charts of metrics and of the parts of a call, and what ranks did when."""
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 
+from fds import _html
 from fds.reporting.findings import Finding
-from fds.reporting.metrics import PARTS, TIME, TIMES, Kind, evaluates, kind_of
-from fds.reporting.run import Run
-from fds.reporting.series import Series, finite, thinned
+from fds.reporting.run import WHOLE, Run, Slice
+from fds.reporting.series import PARTS, TIME, TIMES, Kind, Series, evaluates, finite, kind_of, thinned
 
 MOST_CHARTS = 300
 MOST_POINTS = 600  # of a line
@@ -62,50 +61,47 @@ class Chart:
 
     def summary(self, runs: Sequence[Run]) -> str:
         """Return the chart as a sentence, for those who do not see it."""
-        told = []
+        texts = []
         for line in self.lines:
-            known = finite(line.series)
+            points = finite(line.series)
             of = ", ".join([line.label] * (line.label != self.title) + [runs[line.run].name] * (len(runs) > 1))
-            ends = f"{known.y[0]:.4g} to {known.y[-1]:.4g}" if len(known) else "no finite value"
-            told.append(f"{of}: {ends}" if of else ends)
-        return f"{self.title} by {self.axis}; {'; '.join(told[:8])}"
+            ends = f"{points.y[0]:.4g} to {points.y[-1]:.4g}" if len(points) else "no finite value"
+            texts.append(f"{of}: {ends}" if of else ends)
+        return f"{self.title} by {self.axis}; {'; '.join(texts[:8])}"
 
 
-def charts(runs: Sequence[Run], found: Sequence[Sequence[Finding]]) -> list[Chart]:
+def charts(runs: Sequence[Run], findings: Sequence[Sequence[Finding]]) -> list[Chart]:
     """Return a chart for each metric of any run, in the order of the page, and the stacked parts of calls first."""
-    names = dict.fromkeys(name for run in runs for name in run.series)
-    drawn = [_chart(name, names, runs, found) for name in names if evaluates(name) not in names]
-    drawn.sort(key=lambda chart: (chart.kind.rank, "/" in chart.title))
-    return [*filter(None, (_stacked(index, run) for index, run in enumerate(runs))), *drawn]
-
-
-def _chart(name: str, names: Mapping[str, None], runs: Sequence[Run], found: Sequence[Sequence[Finding]]) -> Chart:
-    shown = [name, *(other for other in names if evaluates(other) == name)]
-    lines = [Line(index, one, run.series[one]) for index, run in enumerate(runs) for one in shown if one in run.series]
-    marks = [(i, x, one.what) for i, some in enumerate(found) for one in some if one.metric in shown for x in one.at]
-    return Chart(name, kind_of(name), tuple(lines), marks=tuple(marks))
+    names, drawn, stacked = dict.fromkeys(name for run in runs for name in run.series), [], []
+    for title in names:
+        if evaluates(title) not in names:
+            shown = [title, *(name for name in names if evaluates(name) == title)]
+            lines = (
+                Line(i, name, run.series[name]) for i, run in enumerate(runs) for name in shown if name in run.series
+            )
+            about = ((i, finding) for i, some in enumerate(findings) for finding in some if finding.metric in shown)
+            marks = ((i, x, finding.what) for i, finding in about for x in finding.at)
+            drawn.append(Chart(title, kind_of(title), tuple(lines), marks=tuple(marks)))
+    for i, run in enumerate(runs):
+        if lines := tuple(Line(i, part, series, PARTS[part][1]) for part, series in parts(run).items()):
+            stacked.append(Chart("parts of a call", Kind(TIME, "ms"), lines, stacked=True))
+    return [*stacked, *sorted(drawn, key=lambda chart: (chart.kind.rank, "/" in chart.title))]
 
 
 def parts(run: Run) -> dict[str, Series]:
     """Return part of a call -> its milliseconds, at every x that all parts have; empty without times."""
-    known = {name.removeprefix(TIMES): one for name, one in run.series.items() if name.startswith(TIMES)}
-    made = {part: of for part, (of, _) in PARTS.items() if set(of) <= known.keys()}
-    if not made:
+    times = {name.removeprefix(TIMES): series for name, series in run.series.items() if name.startswith(TIMES)}
+    measured = {part: names for part, (names, _) in PARTS.items() if set(names) <= times.keys()}
+    if not measured:
         return {}
-    used = {name: known[name] for of in made.values() for name in of}
-    x = functools.reduce(np.intersect1d, (one.x for one in used.values()))
-    at = {name: np.isin(one.x, x) for name, one in used.items()}
-    y = {name: one.y[at[name]] for name, one in used.items()}
-    found: dict[str, Series] = {}
-    for part, (name, *inside) in made.items():
-        ms = np.maximum(y[name] - sum(y[other] for other in inside), 0.0)
-        found[part] = Series(used[name].axis, x, ms, used[name].seconds[at[name]])
-    return found
-
-
-def _stacked(index: int, run: Run) -> Chart | None:
-    lines = tuple(Line(index, part, series, PARTS[part][1]) for part, series in parts(run).items())
-    return Chart("parts of a call", Kind(TIME, "ms"), lines, stacked=True) if lines else None
+    used = {name: times[name] for names in measured.values() for name in names}
+    x = functools.reduce(np.intersect1d, (series.x for series in used.values()))
+    used = {name: series.part(np.isin(series.x, x)) for name, series in used.items()}
+    alone: dict[str, Series] = {}
+    for part, (name, *inside) in measured.items():
+        ms = np.maximum(used[name].y - sum(used[other].y for other in inside), 0.0)
+        alone[part] = attrs.evolve(used[name], y=ms)
+    return alone
 
 
 def data(runs: Sequence[Run], drawn: Sequence[Chart]) -> dict[str, Any]:
@@ -121,10 +117,10 @@ def data(runs: Sequence[Run], drawn: Sequence[Chart]) -> dict[str, Any]:
             points = thinned(line.series, most)
             if all(t is None for t in points["t"]):
                 del points["t"]
-            one = {"run": line.run, "label": line.label} | {name: keep(some) for name, some in points.items()}
+            shown = {"run": line.run, "label": line.label} | {name: keep(some) for name, some in points.items()}
             if not chart.kind.smooth or not kind_of(line.label).smooth:
-                one["exact"] = True
-            lines.append(one | {"color": line.color} if line.color else one)
+                shown["exact"] = True
+            lines.append(shown | {"color": line.color} if line.color else shown)
         made.append(
             {"title": chart.title, "unit": chart.kind.unit, "axis": chart.axis}
             | {"stacked": chart.stacked, "lines": lines, "marks": [list(mark) for mark in chart.marks]}
@@ -132,7 +128,15 @@ def data(runs: Sequence[Run], drawn: Sequence[Chart]) -> dict[str, Any]:
     return {"runs": [run.name for run in runs], "charts": made, "arrays": list(map(list, arrays))}
 
 
-def typical(series: Series | None) -> float:
-    """Return the median of a metric in the second half of a run; NaN where there is none."""
-    known = None if series is None else finite(series)
-    return float(np.median(known.y[len(known) // 2 :])) if known is not None and len(known) else math.nan
+def picture(slices: Sequence[Slice]) -> str:
+    """Return a trace as HTML: a lane for each rank, a bar for each part, and what the colours mean."""
+    lanes: dict[int, list[_html.Bar]] = {}
+    inside = [slice for slice in slices if slice.part != WHOLE]
+    for slice in inside:
+        color = PARTS.get(slice.part, PARTS["other"])[1][1:]
+        title = f"{slice.name}: {slice.ms:.3f} ms from {slice.start:.3f} ms"
+        lanes.setdefault(slice.rank, []).append(_html.Bar(slice.start, slice.start + slice.ms, color, "", title))
+    end = max((slice.start + slice.ms for slice in inside), default=0.0)
+    shown = {slice.part for slice in inside}
+    colors = _html.legend((PARTS[part][1][1:], part) for part in PARTS if part in shown)
+    return _html.lanes([*lanes.values()], end) + colors + _html.text(f"{end:,.1f} ms from left to right")

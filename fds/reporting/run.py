@@ -1,22 +1,78 @@
-"""`Run`: what lies in a run's directory, as far as it can be read."""
+"""`Run`: what lies in the directory of a run, as far as it can be read."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
+import cattrs
 import numpy as np
 
 from fds.errors import FdsError
-from fds.reporting.messages import NAME as MESSAGES, Table, read_messages
-from fds.reporting.record import FORMAT, NAME, Record, read_record
+from fds.reporting.record import FORMAT, NAME, Record, Start, read_record
 from fds.reporting.series import STEPS, Series, read_lines, read_table
 from fds.storage.disk.folders import find, tags
 from fds.storage.format.manifest import read_manifest
+
+WHOLE = "step"  # the range of a whole call, in a trace
+
+
+@attrs.frozen
+class Row:
+    """Messages of one kind: those of all calls that were watched, this rank's."""
+
+    op: str
+    what: str = ""
+    axis: str = ""
+    ranks: int = 0
+    num_bytes: int = 0  # of one
+    count: int = 0
+    bytes_sent: int = 0
+    predicted_count: int | None = None
+    predicted_bytes: int | None = None
+    timed: int = 0  # how many of them have times
+    latency_ms: float = 0.0  # of all that have
+    waited_ms: float = 0.0
+    bus_gb_per_s: float | None = None
+
+
+@attrs.frozen
+class RankWait:
+    """How long a rank waited for messages, and how long of it other ranks had not come yet, in milliseconds."""
+
+    rank: int
+    waited_ms: float = 0.0
+    for_others_ms: float = 0.0
+
+
+@attrs.frozen
+class Table:
+    """Messages of so many calls."""
+
+    calls: int
+    rows: tuple[Row, ...] = ()
+    ranks: tuple[RankWait, ...] = ()
+
+
+@attrs.frozen
+class Slice:
+    """A range of a rank in a trace, in milliseconds."""
+
+    rank: int
+    name: str
+    start: float
+    ms: float
+
+    @property
+    def part(self) -> str:
+        """The part of a step that it is: `backward` of `backward/stage1/microbatch0`."""
+        return self.name.split("/")[0].removesuffix("_weight")
+
 
 MOST_TRACE_BYTES = 2**26
 
@@ -43,7 +99,7 @@ class Run:
         record: what it says of itself.
         messages: their table, None where none was kept.
         saves: in the order of calls.
-        traces: file -> events of Chrome's format.
+        traces: file of `fds.trace` -> its ranges by rank, outer ones before those inside; what is none is left out.
         files: those that were read.
         cut: those whose last line is not complete.
         unreadable: file -> why it was not read, as text.
@@ -55,7 +111,7 @@ class Run:
     record: Record = attrs.field(factory=lambda: Record(FORMAT, ()))
     messages: Table | None = None
     saves: list[Save] = attrs.field(factory=list)
-    traces: dict[str, list[Any]] = attrs.field(factory=dict)
+    traces: dict[str, list[Slice]] = attrs.field(factory=dict)
     files: list[str] = attrs.field(factory=list)
     cut: list[str] = attrs.field(factory=list)
     unreadable: dict[str, str] = attrs.field(factory=dict)
@@ -84,10 +140,11 @@ class Run:
         """Return how far a call goes along an axis: 1, or the samples of a call, None where it cannot be known."""
         if axis == STEPS:
             return 1.0
-        x = np.concatenate([one.x for one in self.series.values() if one.axis == axis])
+        x = np.concatenate([series.x for series in self.series.values() if series.axis == axis])
         if not (x == np.floor(x)).all() or not (x > 0).all():
             return None
-        calls = max(one.calls for one in (*self.record.starts, *self.saves))
+        events: list[Start | Save] = [*self.record.starts, *self.saves]
+        calls = max(event.calls for event in events)
         several = int(np.gcd.reduce(x.astype(np.int64)))  # samples of as many calls as lie between two points
         counts = (n for n in range(1, 10_000) if several % n == 0 and x.max() * n >= calls * several)
         return next((several / n for n in counts), None)
@@ -116,7 +173,8 @@ def read_run(path: Path, name: str) -> Run:
     if not run.files and not run.unreadable:
         runs = [str(entry) for entry in entries if entry.is_dir() and _looks_like_a_run(entry)]
         hint = f"its folders are runs: fds report {' '.join(runs[:4])}" if runs else ""
-        raise FdsError("nothing here is of a run", where=str(path), got=_listed(entries), want=want, hint=hint)
+        names = ", ".join(entry.name for entry in entries[:8]) + ", ..." * (len(entries) > 8) or "an empty directory"
+        raise FdsError("nothing here is of a run", where=str(path), got=names, want=want, hint=hint)
     if not run.files:
         reasons = "\n".join(f"{file}: {why}" for file, why in run.unreadable.items())
         raise FdsError("no file of this run can be read", where=str(path), got=reasons[:2000], want=want)
@@ -131,45 +189,47 @@ def _try(run: Run, file: str, read: Callable[[], bool]) -> None:
         run.unreadable[file] = str(error)
 
 
-def _read_lines(run: Run, path: Path) -> bool:
-    for name, series in read_lines(path).items():
-        _keep(run, name, series)
-    return _note_cut(run, path)
-
-
-def _read_table(run: Run, path: Path) -> bool:
-    _keep(run, *read_table(path))
-    return _note_cut(run, path)
-
-
-def _note_cut(run: Run, path: Path) -> bool:
+def _read_series(run: Run, path: Path) -> bool:
+    for name, series in (dict([read_table(path)]) if path.suffix == ".csv" else read_lines(path)).items():
+        # of a metric that several files have, the one with more points; tables have other tags for slashes
+        name = next((other for other in run.series if other.replace("/", "_") == name.replace("/", "_")), name)
+        if len(series) > len(run.series.get(name, ())):
+            run.series[name] = series
     if not path.read_bytes().endswith(b"\n"):
         run.cut.append(path.name)
     return True
-
-
-def _keep(run: Run, name: str, series: Series) -> None:
-    """Keep a metric; of one that several files have, the one with more points. Tables have other tags for slashes."""
-    known = next((one for one in run.series if one.replace("/", "_") == name.replace("/", "_")), name)
-    if len(series) > len(run.series.get(known, ())):
-        run.series[known] = series
 
 
 def _read_json(run: Run, path: Path) -> bool:
     """Read `run.json`, `messages.json`, or a trace; other files of JSON are not of fds."""
     if path.name == NAME:
         run.record = read_record(path)
-        return True
-    if path.name == MESSAGES:
-        run.messages = read_messages(path)
-        return True
-    if path.stat().st_size > MOST_TRACE_BYTES or b'"traceEvents"' not in path.read_bytes()[:4096]:
+    elif path.name == "messages.json":
+        try:
+            run.messages = cattrs.structure(json.loads(path.read_bytes()), Table)
+        except (ValueError, TypeError, cattrs.BaseValidationError) as error:
+            raise FdsError("this is not a table of messages", where=str(path), got=str(error).splitlines()[0]) from None
+    elif path.stat().st_size > MOST_TRACE_BYTES or b'"traceEvents"' not in path.read_bytes()[:4096]:
         return False
-    try:
-        run.traces[path.name] = list(json.loads(path.read_bytes())["traceEvents"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise FdsError("this is not a trace", where=str(path), got=str(error)) from None
+    else:
+        try:
+            events = list(json.loads(path.read_bytes())["traceEvents"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise FdsError("this is not a trace", where=str(path), got=str(error)) from None
+        run.traces[path.name] = slices_of(events)
     return True
+
+
+def slices_of(events: list[Any]) -> list[Slice]:
+    """Return the ranges in events of Chrome's format."""
+    slices: list[Slice] = []
+    for event in events:
+        match event:
+            case {"ph": "X", "pid": int(rank), "name": str(name), "ts": float(at), "dur": float(us)} if (
+                math.isfinite(at) and 0 <= us < math.inf
+            ):
+                slices.append(Slice(rank, name, at / 1e3, us / 1e3))
+    return sorted(slices, key=lambda slice: (slice.rank, slice.start, -slice.ms))
 
 
 def _read_save(run: Run, folder: Path, tag: str, shown: str) -> bool:
@@ -179,7 +239,7 @@ def _read_save(run: Run, folder: Path, tag: str, shown: str) -> bool:
     return True
 
 
-_READERS: dict[str, Callable[[Run, Path], bool]] = {".jsonl": _read_lines, ".csv": _read_table, ".json": _read_json}
+_READERS: dict[str, Callable[[Run, Path], bool]] = {".jsonl": _read_series, ".csv": _read_series, ".json": _read_json}
 
 
 def _looks_like_a_run(folder: Path) -> bool:
@@ -187,8 +247,3 @@ def _looks_like_a_run(folder: Path) -> bool:
         return any(entry.suffix in _READERS for entry in folder.iterdir())
     except OSError:
         return False
-
-
-def _listed(entries: list[Path]) -> str:
-    names = [entry.name for entry in entries]
-    return ", ".join(names[:8]) + ", ..." * (len(names) > 8) if names else "an empty directory"

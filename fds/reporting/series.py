@@ -1,4 +1,4 @@
-"""`Series`: a metric of a run along its x axis, read from what sinks wrote, and thinned out for a page."""
+"""`Series`: a metric of a run along its x axis, read from what sinks wrote; and what its name says of it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,77 @@ import numpy as np
 from fds.display import read_log
 from fds.errors import FdsError
 
+CURVES, SPEED, TIME, MEMORY, MESSAGES = "curves", "speed", "time", "memory", "messages"
 STEPS, SAMPLES = "steps", "samples"
+TIMES = "elapsed_time_ms_"  # before the names of what fds.timed measures
 _DEEPSPEEDS = re.compile(r"Train/(Samples|Steps)/")  # before the names of metrics, where a monitor has no other tags
 _NAMES = {"train_loss": "loss"}
+EVALUATED = ("eval_", "val_", "test_", "held_out_")  # before the name of a metric: it is drawn beside that
+
+
+@attrs.frozen
+class Kind:
+    """What metrics of some name are.
+
+    Attributes:
+        section: where they are shown.
+        unit: of their values: "ms", "/s", "B", "%" of what is a share of 1, or none.
+        smooth: whether their values are noisy.
+        rank: of the section's metrics, smaller ones come first.
+    """
+
+    section: str
+    unit: str = ""
+    smooth: bool = True
+    rank: int = 50
+
+
+_KINDS = {  # a name that matches is of that kind; the first counts
+    r"messages.*_bytes_sent": Kind(MESSAGES, "B"),
+    r"messages.*_ms": Kind(MESSAGES, "ms"),
+    r"messages(_.*)?": Kind(MESSAGES),
+    rf"{TIMES}.*": Kind(TIME, "ms"),
+    r"tokens_per_s": Kind(SPEED, "/s", rank=10),
+    r"samples_per_s": Kind(SPEED, "/s", rank=20),
+    r".*_per_s": Kind(SPEED, "/s", rank=30),
+    r"mfu": Kind(SPEED, "%", rank=5),
+    r".*(bytes|memory).*": Kind(MEMORY, "B"),
+    r"loss": Kind(CURVES, rank=0),
+    r"(eval|val|test|held_out).*": Kind(CURVES, smooth=False, rank=10),
+    r"grad_norm": Kind(CURVES, rank=60),
+    r"lr(/.*)?": Kind(CURVES, smooth=False, rank=70),
+    r"loss_scale|skipped|at_minimum_scale|rolled_back": Kind(CURVES, smooth=False, rank=80),
+    r".*": Kind(CURVES),
+}
+
+
+def kind_of(name: str) -> Kind:
+    """Return what a metric is.
+
+    >>> kind_of("elapsed_time_ms_wait").unit, kind_of("lr/*norm*").smooth, kind_of("accuracy").section
+    ('ms', False, 'curves')
+    """
+    return next(kind for pattern, kind in _KINDS.items() if re.fullmatch(pattern, name, re.DOTALL))
+
+
+def evaluates(name: str) -> str:
+    """Return the metric beside which this one is drawn; empty where it is not of an evaluation.
+
+    >>> evaluates("eval_loss"), evaluates("loss")
+    ('loss', '')
+    """
+    return next((name.removeprefix(word) for word in EVALUATED if name.startswith(word)), "")
+
+
+PARTS = {  # part of a call -> what fds.timed measures of it, less what else is in that; and its colour
+    "gather": (("gather",), "#8c6d31"),
+    "forward": (("forward",), "#56b4e9"),
+    "backward": (("backward_inner",), "#cc79a7"),
+    "reduce": (("backward_allreduce", "wait"), "#e69f00"),
+    "wait": (("wait",), "#d55e00"),
+    "optimizer": (("step",), "#009e73"),
+    "other": (("other",), "#999999"),
+}
 
 
 @attrs.frozen(eq=False)
@@ -66,14 +134,14 @@ def read_lines(path: Path) -> dict[str, Series]:
 
     Raises `FdsError` for a file that is none, and `OSError`.
     """
-    found: dict[str, Points] = {}
+    metrics: dict[str, Points] = {}
     for line in read_log(path):
-        x, seconds = number(line.get("step")), number(line.get("seconds"))
+        x, seconds = (math.nan if (n := _number(line.get(name))) is None else n for name in ("step", "seconds"))
         for tag, value in line.items() if math.isfinite(x) else ():
-            if tag not in ("step", "seconds") and (y := _value(value)) is not None:
-                name, axis = named(tag)
-                found.setdefault(name, Points(axis)).add(x, y, seconds)
-    return {name: points.series() for name, points in found.items()}
+            if tag not in ("step", "seconds") and (y := _number(value)) is not None:
+                name, axis = name_of(tag)
+                metrics.setdefault(name, Points(axis)).add(x, y, seconds)
+    return {name: points.series() for name, points in metrics.items()}
 
 
 def read_table(path: Path) -> tuple[str, Series]:
@@ -83,23 +151,19 @@ def read_table(path: Path) -> tuple[str, Series]:
     """
     try:
         text = path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise _no_table(path, str(error)) from None
-    rows = csv.reader(text[: text.rfind("\n") + 1].splitlines())
-    try:
+        rows = csv.reader(text[: text.rfind("\n") + 1].splitlines())
         head = next(rows, [])
         if len(head) != 2 or head[0] != "step":
-            raise _no_table(path, ",".join(head)[:80])
-        name, axis = named(_tag(path.stem, head[1]))
+            raise ValueError(",".join(head)[:80])
+        name, axis = name_of(_tag(path.stem, head[1]))
         points = Points(axis)
         for row in rows:
             x, y = map(float, row)
             if math.isfinite(x):
                 points.add(x, y, math.nan)
-    except FdsError:
-        raise
-    except (ValueError, csv.Error) as error:
-        raise _no_table(path, str(error)) from None
+    except (ValueError, csv.Error) as error:  # one of which says that this is not Unicode
+        what, want = "this is not a table of a monitor", "step,loss and rows of numbers"
+        raise FdsError(what, where=str(path), got=str(error), want=want) from None
     return name, points.series()
 
 
@@ -114,10 +178,10 @@ def _tag(stem: str, last: str) -> str:
     return re.sub("_$", "/", before) + last
 
 
-def named(tag: str) -> tuple[str, str]:
+def name_of(tag: str) -> tuple[str, str]:
     """Return the name of a metric whose tag is given, and what its x axis counts.
 
-    >>> named("Train/Samples/train_loss"), named("gpt/loss")
+    >>> name_of("Train/Samples/train_loss"), name_of("gpt/loss")
     (('loss', 'samples'), ('gpt/loss', 'steps'))
     """
     group = _DEEPSPEEDS.match(tag)
@@ -125,15 +189,16 @@ def named(tag: str) -> tuple[str, str]:
     return _NAMES.get(name, name) if group else name, SAMPLES if group and group[1] == "Samples" else STEPS
 
 
-def number(value: Any) -> float:
-    """Return a value of JSON as a number, NaN for what is none."""
-    return math.nan if (read := _value(value)) is None else read
-
-
 def finite(series: Series) -> Series:
     """Return the points of a series whose values are finite."""
-    kept = np.isfinite(series.y)
-    return Series(series.axis, series.x[kept], series.y[kept], series.seconds[kept])
+    return series.part(np.isfinite(series.y))
+
+
+def typical(series: Series | None) -> float:
+    """Return the median of a metric in the second half of a run; NaN where there is none."""
+    if series is None or not len(points := finite(series)):
+        return math.nan
+    return float(np.median(points.y[len(points) // 2 :]))
 
 
 def thinned(series: Series, most: int) -> dict[str, list[float | None]]:
@@ -145,16 +210,16 @@ def thinned(series: Series, most: int) -> dict[str, list[float | None]]:
         return {"x": _short(series.x), "y": _short(series.y), "t": _short(series.seconds)}
     ends = np.linspace(0, len(series), most + 1).astype(int)
     y = np.where(np.isfinite(series.y), series.y, np.nan)
-    starts, last, known = ends[:-1], ends[1:] - 1, np.isfinite(y)
-    count = np.add.reduceat(known, starts, dtype=np.float64)
+    starts, last, is_finite = ends[:-1], ends[1:] - 1, np.isfinite(y)
+    count = np.add.reduceat(is_finite, starts, dtype=np.float64)
     with np.errstate(all="ignore"):
-        mean = np.add.reduceat(np.where(known, y, 0.0), starts) / count
+        mean = np.add.reduceat(np.where(is_finite, y, 0.0), starts) / count
         low, high = np.fmin.reduceat(y, starts), np.fmax.reduceat(y, starts)
     x, t = series.x[last], series.seconds[last]
     return {"x": _short(x), "y": _short(mean), "t": _short(t), "lo": _short(low), "hi": _short(high)}
 
 
-def _value(value: Any) -> float | None:
+def _number(value: Any) -> float | None:
     if not isinstance(value, bool | int | float):
         return None
     try:
@@ -163,14 +228,7 @@ def _value(value: Any) -> float | None:
         return math.inf
 
 
-def _no_table(path: Path, got: str) -> FdsError:
-    return FdsError("this is not a table of a monitor", where=str(path), got=got, want="step,loss and rows of numbers")
-
-
 def _short(numbers: np.ndarray) -> list[float | None]:
     """Return numbers with six digits, as few characters as JSON needs, None for those that are not finite."""
-    return [_rounded(float(x)) if math.isfinite(x) else None for x in numbers]
-
-
-def _rounded(x: float) -> float:
-    return int(x) if x.is_integer() and abs(x) < 1e15 else float(f"{x:.6g}")
+    shorten = lambda x: int(x) if x.is_integer() and abs(x) < 1e15 else float(f"{x:.6g}")
+    return [shorten(float(x)) if math.isfinite(x) else None for x in numbers]

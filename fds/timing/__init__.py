@@ -4,11 +4,8 @@
 """
 
 from fds.timing._memory_breakdown import MemoryBreakdown, MemoryParts, PartMemory, memory_breakdown
-from fds.timing._messages import OPERATIONS, Messages, messages
-from fds.timing._peak_flops import peak_flops
-from fds.timing._timed import LayerTimes, PartSpread, RankTimes, Timed, Times, timed
-from fds.timing._trace import trace
-from fds.timing.message_log import Message
+from fds.timing._messages import OPERATIONS, Message, Messages, messages
+from fds.timing._timed import LayerTimes, PartSpread, RankTimes, Timed, Times, peak_flops, timed, trace
 from fds.timing.message_table import MessageRow, MessageTable, RankWaits, Spread
 
 __all__ = [

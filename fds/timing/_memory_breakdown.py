@@ -10,11 +10,8 @@ import attrs
 import torch
 
 from fds.collectives.traffic import counting
-from fds.errors import FdsError, is_a, is_int
-from fds.state import State
 from fds.step.ranges import clocked
-from fds.timing._timed import OTHER, PARTS, intervals
-from fds.timing.waits import Waits
+from fds.timing.clocks import OTHER, PARTS, InTurn, Waits, check_every, intervals
 
 _PROCESS = Path("/proc/self/statm")
 _PAGE = 4096
@@ -70,35 +67,26 @@ class Gauge:
     @contextlib.contextmanager
     def range(self, name: str) -> Generator[None]:
         """Look when the block begins, and when it ends."""
-        self.marks.append((name, usage(self.device)))
+        self.marks.append((name, measure_usage(self.device)))
         try:
             yield
         finally:
-            self.marks.append(("", usage(self.device)))
+            self.marks.append(("", measure_usage(self.device)))
 
 
-class MemoryBreakdown:
+class MemoryBreakdown(InTurn):
     """What `fds.memory_breakdown` returns: call it around each call of the step, and read `last` or `metrics()`."""
+
+    _usage = "memory_breakdown", "with memory(state):"
 
     def __init__(self, every: int | None):
         self.every = every
         self.last: MemoryParts | None = None
 
     @contextlib.contextmanager
-    def __call__(self, state: State) -> Iterator[None]:
-        """Measure the call of the step in the block, if it is its turn: its number divides by `every`.
-
-        `state` is what the step is given. Raises `FdsError` for anything else.
-        """
-        if not is_a(state, State):
-            raise FdsError(
-                "not a state", where="memory_breakdown", got=type(state).__name__, want="with memory(state):"
-            )
-        if self.every is None or (int(state.calls) + 1) % self.every:
-            yield
-            return
-        gauge = Gauge(state.step.device)
-        usage(gauge.device)  # the peak is that of this call
+    def _watch(self, device: torch.device, number: int) -> Iterator[None]:
+        gauge = Gauge(device)
+        measure_usage(device)  # the peak is that of this call
         with counting(Waits()), clocked(gauge), gauge.range(OTHER):
             yield
         self.last = parts_of(gauge)
@@ -116,20 +104,20 @@ class MemoryBreakdown:
 
 def parts_of(gauge: Gauge) -> MemoryParts:
     """Return the memory of the parts of a call that has ended."""
-    found: dict[str, PartMemory] = {}
+    parts: dict[str, PartMemory] = {}
     for part, before, after in intervals(gauge.marks):
-        most = max(before.allocated, after.peak, found[part].peak if part in found else 0)
-        found[part] = PartMemory(after.allocated, after.reserved, most)
-    return MemoryParts({part: found[part] for part in PARTS if part in found})
+        most = max(before.allocated, after.peak, parts[part].peak if part in parts else 0)
+        parts[part] = PartMemory(after.allocated, after.reserved, most)
+    return MemoryParts({part: parts[part] for part in PARTS if part in parts})
 
 
-def usage(device: torch.device) -> PartMemory:
+def measure_usage(device: torch.device) -> PartMemory:
     """Return what is in use now; the peak begins anew. Nothing is waited for."""
     if device.type == "cuda":
-        found = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        return PartMemory(*found, peak)
+        return PartMemory(allocated, reserved, peak)
     resident = int(_PROCESS.read_text().split()[1]) * _PAGE if _PROCESS.exists() else 0
     return PartMemory(resident, resident, resident)
 
@@ -152,8 +140,5 @@ def memory_breakdown(*, every: int | None = 1) -> MemoryBreakdown:
 
     Raises `FdsError` for another number of calls.
     """
-    if every is not None and not is_int(every, 1):
-        raise FdsError(
-            "not a number of calls", where="memory_breakdown, every", got=repr(every), want="1 or more, or None"
-        )
+    check_every(every, "memory_breakdown")
     return MemoryBreakdown(every)

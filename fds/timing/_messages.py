@@ -4,30 +4,129 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
+import torch
 
-from fds.collectives import mesh, worlds
-from fds.collectives.traffic import MessageKind, counting
-from fds.errors import FdsError, checked_call, is_a, is_int, nearest
-from fds.state import State
+from fds.collectives import Axis, mesh, worlds
+from fds.collectives.links import Collective, Work
+from fds.collectives.reductions import bytes_sent
+from fds.collectives.traffic import MessageKind, Traffic, counting
+from fds.errors import FdsError, checked_call, is_a, nearest
 from fds.step import Description
-from fds.timing.message_log import Log, Message
+from fds.step.ranges import Clock
+from fds.timing.clocks import InTurn, WatchedWork, check_every, milliseconds
 from fds.timing.message_table import MessageRow, MessageTable, RankWaits, Spread
 
+
+@attrs.frozen
+class Message:
+    """One message, as this rank saw it.
+
+    Attributes:
+        kind: what it was for, the operation, the axis and the size.
+        group: the ranks of the axis.
+        bytes_sent: by this rank.
+        caller: the line that asked for it, with `debug`.
+        latency_ms: from start to arrival; None where it was captured, or not waited for.
+        waited_ms: that this rank stood waiting for it.
+    """
+
+    kind: MessageKind
+    group: tuple[int, ...]
+    bytes_sent: int
+    caller: str
+    latency_ms: float | None
+    waited_ms: float | None
+
+    def __str__(self) -> str:
+        kind, size = self.kind, f"{self.kind.num_bytes:,} bytes" if self.kind.num_bytes else "texts"
+        times = "no times" if self.waited_ms is None else f"{self.latency_ms:.3f} ms, {self.waited_ms:.3f} waited"
+        text = f"{kind.what or 'other'}: {kind.op} of {size} on {kind.axis} ({kind.ranks} ranks): {times}"
+        return text + (f", asked for by {self.caller}" if self.caller else "")
+
+
+@attrs.define(eq=False)
+class Running:
+    """A message that was started, and the moments of it so far: seconds, or events of a GPU."""
+
+    collective: Collective
+    axis: Axis
+    caller: str
+    started: Any
+    waited: Any = None
+    ended: Any = None
+
+    def has_arrived(self) -> bool:
+        """Return whether the times can be read without waiting for a GPU."""
+        return not isinstance(self.ended, torch.cuda.Event) or self.ended.query()
+
+    def message(self) -> Message:
+        """Return what came of it."""
+        collective, axis = self.collective, self.axis
+        kind, sent = MessageKind.of(collective, axis.size), bytes_sent(collective, axis.size, axis.index)
+        if self.started is None or self.ended is None:
+            return Message(kind, axis.ranks, sent, self.caller, None, None)
+        times = milliseconds(self.started, self.ended), milliseconds(self.waited, self.ended)
+        return Message(kind, axis.ranks, sent, self.caller, *times)
+
+
+class Log(Traffic):
+    """Note when each message of a call starts, is waited for, and has arrived."""
+
+    def __init__(self, device: torch.device, ops: frozenset[str], *, debug: bool):
+        super().__init__()
+        self.clock, self.ops, self.debug = Clock(device), ops, debug
+        self.messages: list[Running] = []
+        self._about: dict[int, Running] = {}  # by the collective, between `add` and `watched`
+
+    def add(self, collective: Collective, axis: Axis) -> None:
+        """Note that a collective is about to start."""
+        if collective.op in self.ops:
+            caller = _find_caller() if self.debug else ""
+            self._about[id(collective)] = Running(collective, axis, caller, self.now(collective))
+
+    def watched(self, collective: Collective, work: Work) -> Work:
+        """Return work whose `wait` is noted."""
+        running = self._about.pop(id(collective), None)
+        if running is None:
+            return work
+        self.messages.append(running)
+        return WatchedWork(work, lambda: self._waiting(running))
+
+    @contextlib.contextmanager
+    def _waiting(self, running: Running) -> Iterator[None]:
+        begun = self.now(running.collective)
+        yield
+        if running.waited is None:  # the first wait counts
+            running.waited, running.ended = begun, self.now(running.collective)
+
+    def now(self, collective: Collective) -> Any:
+        """Return this moment, on the device that waits for the collective."""
+        return self.clock.now() if collective.on_gpu else time.perf_counter()
+
+
+_CARRIERS = ("fds.collectives", "fds.timing", "fds.step.sharding.transport", "torch.")
+
+
+def _find_caller() -> str:
+    """Return the line outside of collectives and transports that asked for a message, `module:line function`."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_CARRIERS):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{frame.f_globals.get('__name__', '')}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
 OPERATIONS = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "send",
-    "recv",
-    "barrier",
-    "exchange",
+    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"),
+    *("send", "recv", "barrier", "exchange"),
 )
 _LAST = 100  # messages of a kind whose waits are kept, to be compared between ranks
 
@@ -47,19 +146,19 @@ class Sums:
     callers: dict[str, None] = attrs.field(factory=dict)
     waits: dict[tuple[int, ...], deque[float]] = attrs.field(factory=dict)  # the last ones, by the ranks of the axis
 
-    def add(self, one: Message) -> None:
+    def add(self, message: Message) -> None:
         """Add a message."""
         self.count += 1
-        self.bytes_sent += one.bytes_sent
-        if one.caller:
-            self.callers[one.caller] = None
-        if one.latency_ms is not None and one.waited_ms is not None:
+        self.bytes_sent += message.bytes_sent
+        if message.caller:
+            self.callers[message.caller] = None
+        if message.latency_ms is not None and message.waited_ms is not None:
             self.timed += 1
-            self.latency_ms += one.latency_ms
-            self.waited_ms += one.waited_ms
-            self.shortest_ms = min(self.shortest_ms, one.latency_ms)
-            self.longest_ms = max(self.longest_ms, one.latency_ms)
-            self.waits.setdefault(one.group, deque(maxlen=_LAST)).append(one.waited_ms)
+            self.latency_ms += message.latency_ms
+            self.waited_ms += message.waited_ms
+            self.shortest_ms = min(self.shortest_ms, message.latency_ms)
+            self.longest_ms = max(self.longest_ms, message.latency_ms)
+            self.waits.setdefault(message.group, deque(maxlen=_LAST)).append(message.waited_ms)
 
     def row(self) -> MessageRow:
         """Return them as a row of a table."""
@@ -68,8 +167,10 @@ class Sums:
         return MessageRow(self.kind, self.count, self.bytes_sent, self.timed, *times, tuple(self.callers))
 
 
-class Messages:
+class Messages(InTurn):
     """What `fds.messages` returns: call it around each call of the step, and print it."""
+
+    _usage = "messages", "with messages(state):"
 
     def __init__(self, every: int | None, ops: frozenset[str], *, verbose: bool, debug: bool):
         self.every, self.ops, self.verbose, self.debug = every, ops, verbose, debug
@@ -78,18 +179,8 @@ class Messages:
         self._waiting: list[tuple[int, Log]] = []
 
     @contextlib.contextmanager
-    def __call__(self, state: State) -> Iterator[None]:
-        """Watch the messages of the call of the step in the block, if it is its turn: its number divides by `every`.
-
-        `state` is what the step is given. Raises `FdsError` for anything else. A call that raises is not counted.
-        """
-        if not is_a(state, State):
-            raise FdsError("not a state", where="messages", got=type(state).__name__, want="with messages(state):")
-        number = int(state.calls) + 1
-        if self.every is None or number % self.every:
-            yield
-            return
-        log = Log(state.step.device, self.ops, debug=self.debug)
+    def _watch(self, device: torch.device, number: int) -> Iterator[None]:
+        log = Log(device, self.ops, debug=self.debug)
         with counting(log):
             yield
         self._waiting.append((number, log))
@@ -105,7 +196,7 @@ class Messages:
     def table(self) -> MessageTable:
         """This rank's messages by kind, over all calls that were watched."""
         self._read()
-        return MessageTable(tuple(one.row() for one in self._sums.values()), self._calls)
+        return MessageTable(tuple(sums.row() for sums in self._sums.values()), self._calls)
 
     def summary(self, description: Description | None = None) -> MessageTable:
         """Return the table with the waits of all ranks compared; all ranks call it.
@@ -117,14 +208,14 @@ class Messages:
         """
         table = self.table
         if description is not None:
-            table = _only(table.beside(description), self.ops)
-        own = [
-            [*attrs.astuple(kind), list(group), list(waits)]
+            table = table.beside(description)
+            table = attrs.evolve(table, rows=tuple(row for row in table.rows if row.kind.op in self.ops))
+        waits = [
+            [*attrs.astuple(kind), list(group), list(times)]
             for kind, sums in self._sums.items()
-            for group, waits in sums.waits.items()
+            for group, times in sums.waits.items()
         ]
-        everyone = mesh(ranks=-1)["ranks"]
-        return _compared(table, everyone.exchange(own, "messages"))
+        return _compare(table, mesh(ranks=-1)["ranks"].exchange(waits, "messages"))
 
     def metrics(self) -> dict[str, float]:
         """Return what the last call sent and waited for as metrics for a monitor; empty before the first has arrived.
@@ -132,13 +223,13 @@ class Messages:
         `messages`, `messages_bytes_sent` and `messages_waited_ms`, and the same of each operation,
         `messages_all_gather` and so on. Nothing is waited for: on a GPU they are there a call later.
         """
-        found: dict[str, float] = {}
-        for one in self.last:
-            for name in ("messages", f"messages_{one.kind.op}"):
-                amounts = {"": 1, "_bytes_sent": one.bytes_sent, "_waited_ms": one.waited_ms or 0.0}
+        metrics: dict[str, float] = {}
+        for message in self.last:
+            amounts = {"": 1, "_bytes_sent": message.bytes_sent, "_waited_ms": message.waited_ms or 0.0}
+            for name in ("messages", f"messages_{message.kind.op}"):
                 for unit, amount in amounts.items():
-                    found[name + unit] = found.get(name + unit, 0) + amount
-        return found
+                    metrics[name + unit] = metrics.get(name + unit, 0) + amount
+        return metrics
 
     def __str__(self) -> str:
         """Return the table of this rank's messages."""
@@ -146,13 +237,13 @@ class Messages:
 
     def _read(self) -> None:
         """Take over the calls whose times have arrived."""
-        while self._waiting and all(one.has_come() for one in self._waiting[0][1].messages):
+        while self._waiting and all(running.has_arrived() for running in self._waiting[0][1].messages):
             number, log = self._waiting.pop(0)
-            self._last, self._calls = tuple(one.message() for one in log.messages), self._calls + 1
-            for one in self._last:
-                self._sums.setdefault(one.kind, Sums(one.kind)).add(one)
+            self._last, self._calls = tuple(running.message() for running in log.messages), self._calls + 1
+            for message in self._last:
+                self._sums.setdefault(message.kind, Sums(message.kind)).add(message)
             if self.verbose and worlds.current().rank == 0:
-                print(*(f"call {number}: {one}" for one in self._last), sep="\n")
+                print(*(f"call {number}: {message}" for message in self._last), sep="\n")
 
 
 @checked_call
@@ -176,8 +267,7 @@ def messages(
 
     Raises `FdsError` for anything else.
     """
-    if every is not None and not is_int(every, 1):
-        raise FdsError("not a number of calls", where="messages, every", got=repr(every), want="1 or more, or None")
+    check_every(every, "messages")
     for name, flag in (("verbose", verbose), ("debug", debug)):
         if not isinstance(flag, bool):
             raise FdsError("not a switch", where=f"messages, {name}", got=repr(flag)[:80], want="True or False")
@@ -195,37 +285,26 @@ def messages(
     return Messages(every, frozenset(OPERATIONS if ops is None else ops), verbose=verbose, debug=debug)
 
 
-def _only(table: MessageTable, ops: frozenset[str]) -> MessageTable:
-    return attrs.evolve(table, rows=tuple(row for row in table.rows if row.kind.op in ops))
-
-
-def _compared(table: MessageTable, ranks: Sequence[Any]) -> MessageTable:
+def _compare(table: MessageTable, ranks: Sequence[Any]) -> MessageTable:
     """Return a table with what ranks waited for others: in each message longer than the one that came last.
 
     What is sent from one rank to another has no others, and a rank waits for its peer as long as it waits.
     """
-    waits = [
-        {(MessageKind(*kind), tuple(group)): times for *kind, group, times in theirs} for theirs in ranks
-    ]  # by kind and ranks of the axis
-    waited = [sum(map(sum, theirs.values())) for theirs in waits]
-    others, spreads = [0.0] * len(ranks), dict[MessageKind, list[float]]()
+    # of each rank its waits by kind and by ranks of the axis
+    waits = [{(MessageKind(*kind), tuple(group)): times for *kind, group, times in theirs} for theirs in ranks]
+    for_others, spreads = [0.0] * len(ranks), dict[MessageKind, list[float]]()
     for kind, group in dict.fromkeys(key for theirs in waits for key in theirs):
-        own = {rank: times for rank, theirs in enumerate(waits) if (times := theirs.get((kind, group)))}
+        by_rank = {rank: times for rank, theirs in enumerate(waits) if (times := theirs.get((kind, group)))}
         least = 0.0
         if kind.op not in ("send", "recv"):
-            if {*own} != {*group} or len({*map(len, own.values())}) > 1:
+            if {*by_rank} != {*group} or len({*map(len, by_rank.values())}) > 1:
                 continue  # they did not watch the same calls
-            least = sum(map(min, *own.values()))
-        for rank, times in own.items():
+            least = sum(map(min, *by_rank.values()))
+        for rank, times in by_rank.items():
             late = sum(times) - least
-            others[rank] += late
+            for_others[rank] += late
             spreads.setdefault(kind, []).append(late / len(times))
-    rows = [
-        attrs.evolve(row, for_others=Spread.of(spreads[row.kind]) if row.kind in spreads else None)
-        for row in table.rows
-    ]
-    return attrs.evolve(
-        table,
-        rows=tuple(rows),
-        ranks=tuple(RankWaits(rank, a, b) for rank, (a, b) in enumerate(zip(waited, others, strict=True))),
-    )
+    spread = {kind: Spread.of(times) for kind, times in spreads.items()}
+    rows = tuple(attrs.evolve(row, for_others=spread.get(row.kind)) for row in table.rows)
+    sums = ((rank, sum(map(sum, theirs.values()))) for rank, theirs in enumerate(waits))
+    return attrs.evolve(table, rows=rows, ranks=tuple(RankWaits(rank, ms, for_others[rank]) for rank, ms in sums))

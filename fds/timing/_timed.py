@@ -1,26 +1,38 @@
-"""`timed`: how long the parts of a call of a step take."""
+"""`timed`: how long the parts of a call take, of every so many calls; `trace`: all of one on all ranks, as a file."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
-from fds.collectives import mesh, worlds
+from fds.collectives import Axis, mesh, worlds
 from fds.collectives.traffic import counting
-from fds.errors import FdsError, checked_call, is_a, is_int, is_number
+from fds.errors import FdsError, checked_call, expanded, is_a, is_number
 from fds.state import State
+from fds.step import Step
 from fds.step.ranges import Clock, clocked
-from fds.timing.layers import SAME, LayerClock
-from fds.timing.waits import WAIT, Waits
+from fds.timing.clocks import (
+    OTHER,
+    PARTS,
+    WAIT,
+    InTurn,
+    LayerClock,
+    Layers,
+    Waits,
+    check_every,
+    intervals,
+    milliseconds,
+)
 
-T = TypeVar("T")
-OTHER = "other"  # what is in no range: measures, gradient maps, the host between kernels
-PARTS = ("gather", "forward", "backward", "reduce", "optimizer", "offload", WAIT, OTHER)
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # ranks of one machine share its clock
 
 
 @attrs.frozen
@@ -98,13 +110,13 @@ class RankTimes:
     @property
     def parts(self) -> dict[str, PartSpread]:
         """Part -> its times over the ranks; `busy` is the call without `wait`, `call` the call; empty without times."""
-        known = {rank: {"call": x.call_ms, "busy": x.busy_ms, **x.parts} for rank, x in enumerate(self.ranks) if x}
-        found: dict[str, PartSpread] = {}
-        for part in next(iter(known.values()), {}):
-            times = {rank: parts[part] for rank, parts in known.items()}
+        by_rank = {rank: {"call": x.call_ms, "busy": x.busy_ms, **x.parts} for rank, x in enumerate(self.ranks) if x}
+        spreads: dict[str, PartSpread] = {}
+        for part in next(iter(by_rank.values()), {}):
+            times = {rank: parts[part] for rank, parts in by_rank.items()}
             slowest = max(times, key=times.__getitem__)
-            found[part] = PartSpread(min(times.values()), sum(times.values()) / len(times), times[slowest], slowest)
-        return found
+            spreads[part] = PartSpread(min(times.values()), sum(times.values()) / len(times), times[slowest], slowest)
+        return spreads
 
     @property
     def straggler(self) -> int | None:
@@ -135,28 +147,10 @@ def times_of(clock: Clock) -> Times:
     return Times(spent, layers)
 
 
-def intervals(marks: Sequence[tuple[str, T]]) -> Iterator[tuple[str, T, T]]:
-    """Yield the part that is innermost between one mark and the next, and both."""
-    inside: list[str] = []
-    for (name, at), (_, until) in itertools.pairwise(marks):
-        if name == SAME:
-            pass
-        elif name:
-            inside.append(name.split("/")[0].removesuffix("_weight"))
-        else:
-            inside.pop()
-        yield inside[-1], at, until
-
-
-def milliseconds(start: object, end: object) -> float:
-    """Return the time between two marks of a clock."""
-    if isinstance(start, float) and isinstance(end, float):
-        return (end - start) * 1e3
-    return start.elapsed_time(end)  # pyright: ignore[reportAttributeAccessIssue]  (both are events)
-
-
-class Timed:
+class Timed(InTurn):
     """What `fds.timed` returns: call it around each call of the step, and read `metrics()`."""
+
+    _usage = "timed", "with timed(state):"
 
     def __init__(
         self,
@@ -175,34 +169,21 @@ class Timed:
         return f"timed({', '.join([turn, *amounts])})"
 
     @contextlib.contextmanager
-    def __call__(self, state: State) -> Iterator[None]:
-        """Time the call of the step in the block, if it is its turn: its number divides by `every`.
-
-        `state` is what the step is given. Raises `FdsError` for anything else.
-        """
-        if not is_a(state, State):
-            raise FdsError("not a state", where="timed", got=type(state).__name__, want="with timed(state):")
-        if self.every is None or (int(state.calls) + 1) % self.every:
-            yield
-            return
-        clock, watching = self._clock(state.step.device)
-        with counting(Waits()), clocked(clock), clock.range(OTHER), watching:
+    def _watch(self, device: torch.device, number: int) -> Iterator[None]:
+        clock, layers = Clock(device), None
+        if self._layers is not False:
+            clock = LayerClock(device)
+            layers = Layers(clock=clock, patterns=None if self._layers is True else self._layers)
+        with counting(Waits()), clocked(clock), clock.range(OTHER), layers or contextlib.nullcontext():
             yield
         self._waiting.append(clock)
-        if isinstance(clock, LayerClock) and worlds.current().size == 1:  # another rank may have other layers
-            clock.check()
-
-    def _clock(self, device: torch.device) -> tuple[Clock, contextlib.AbstractContextManager[None]]:
-        """Return a clock, and what follows layers for it."""
-        if self._layers is False:
-            return Clock(device), contextlib.nullcontext()
-        clock = LayerClock(device, patterns=None if self._layers is True else self._layers)
-        return clock, clock.watching()
+        if layers is not None and worlds.current().size == 1:  # another rank may have other layers
+            layers.check()
 
     @property
     def last(self) -> Times | None:
         """The times of the last call that was timed and whose times have arrived; None before."""
-        while self._waiting and arrived(self._waiting[0].marks):
+        while self._waiting and _is_over(self._waiting[0].marks[-1][1]):
             self._last = times_of(self._waiting.pop(0))
         return self._last
 
@@ -250,14 +231,12 @@ class Timed:
         Those of layers are not sent.
         """
         last = self.last
-        found = mesh(ranks=-1)["ranks"].exchange(None if last is None else dict(last.parts), "times")
-        return RankTimes(tuple(None if parts is None else Times(parts) for parts in found))
+        of_ranks = mesh(ranks=-1)["ranks"].exchange(None if last is None else dict(last.parts), "times")
+        return RankTimes(tuple(None if parts is None else Times(parts) for parts in of_ranks))
 
 
-def arrived(marks: Sequence[tuple[str, object]]) -> bool:
-    """Return whether a GPU has come to the last mark."""
-    last = marks[-1][1]
-    return isinstance(last, float) or last.query()  # pyright: ignore[reportAttributeAccessIssue]  (an event)
+def _is_over(moment: object) -> bool:
+    return isinstance(moment, float) or moment.query()  # pyright: ignore[reportAttributeAccessIssue]  (an event)
 
 
 @checked_call
@@ -295,8 +274,7 @@ def timed(
     Raises `FdsError` for numbers that are none, for a peak without `flops`, and for `layers` that are no patterns;
     after a call that is timed for a pattern that nothing matches, but where several ranks run, each with its layers.
     """
-    if every is not None and not is_int(every, 1):
-        raise FdsError("not a number of calls", where="timed, every", got=repr(every), want="1 or more, or None")
+    check_every(every, "timed")
     amounts = {"samples": samples, "tokens": tokens, "flops": flops}
     for name, amount in {**amounts, "peak_flops": peak_flops}.items():
         if amount is not None and not (is_number(amount) and 0 < amount < float("inf")):
@@ -308,3 +286,111 @@ def timed(
             raise FdsError("not names of layers", where="timed, layers", got=repr(layers), want='True, or ["blocks.*"]')
         layers = tuple(layers)
     return Timed(every, {name: amount for name, amount in amounts.items() if amount is not None}, peak_flops, layers)
+
+
+@checked_call
+def trace(step: Step, state: State, batch: Any, path: str | Path) -> tuple[State, dict[str, Tensor]]:
+    """Call a step, and write what each rank did when; return what the step returns.
+
+    All ranks call it, with their batches, and the first writes the file: a process for each rank, with the parts of the
+    step, in a pipeline each with its stage and microbatch, and inside them the waits for messages, each with its
+    operation, shape and axis. Clocks of several machines are aligned by barriers, to about as much as one takes. The
+    second call of a step is a better one to trace than the first, which makes buffers and plans.
+
+    Raises `FdsError`, on all ranks and before the step runs, for arguments of another kind and a file that cannot be
+    written; and what the step raises.
+    """
+    for value, kind, name in ((step, Step, "step"), (state, State, "state")):
+        if not is_a(value, kind):
+            want = "fds.trace(step, state, batch, path)"
+            raise FdsError(f"not a {name}", where="trace", got=type(value).__name__, want=want)
+    axis, problem = mesh(ranks=-1)["ranks"], ""
+    if axis.index == 0:
+        try:
+            Path(expanded(path)).parent.mkdir(parents=True, exist_ok=True)
+            Path(expanded(path)).open("a").close()
+        except (OSError, TypeError) as error:
+            problem = str(error)
+    problem = axis.exchange(problem, "the file of a trace")[0]
+    if problem:
+        raise FdsError("the trace cannot be written", where=f"trace, {path}", got=problem)
+    ahead, clock = _measure_ahead(axis), Clock(state.step.device)
+    _synchronize(clock.device)
+    start = (time.perf_counter() - ahead) * 1e3
+    with counting(Waits()), clocked(clock), clock.range("step"):
+        result = step(state, batch)
+    _synchronize(clock.device)
+    slices, running = [], list[tuple[str, float]]()  # of every range its name, start and length, in milliseconds
+    for name, moment in clock.marks:
+        now = milliseconds(clock.marks[0][1], moment)
+        if name:
+            running.append((name, now))
+        else:
+            begun, at = running.pop()
+            slices.append([begun, start + at, now - at])
+    ranks = axis.exchange(slices, "trace")
+    if axis.index == 0:
+        Path(expanded(path)).write_text(json.dumps({"traceEvents": _events(ranks), "displayTimeUnit": "ms"}))
+    return result
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _measure_ahead(axis: Axis) -> float:
+    """Return by how many seconds this rank's clock is ahead of the first rank's; 0 on the same machine."""
+    machines = axis.exchange(_BOOT.read_text() if _BOOT.exists() else "", "machines")
+    ahead: list[float] = []
+    for _ in range(9 if len({*machines}) > 1 else 0):
+        axis.barrier()
+        now = time.perf_counter()
+        ahead.append(now - axis.exchange(now, "clocks")[0])
+    return sorted(ahead)[len(ahead) // 2] if ahead and machines[axis.index] != machines[0] else 0.0
+
+
+def _events(ranks: list[list[tuple[str, float, float]]]) -> list[dict[str, Any]]:
+    """Return the events of Chrome's format: a process for each rank; time 0 is when the first begins."""
+    first = min(at for rank in ranks for _, at, _ in rank)
+    named = [
+        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}} for rank in range(len(ranks))
+    ]
+    return named + [
+        {"name": name, "cat": name.split("/")[0], "ph": "X", "pid": rank, "tid": 0,
+         "ts": (at - first) * 1e3, "dur": ms * 1e3}
+        for rank, slices in enumerate(ranks)
+        for name, at, ms in sorted(slices, key=lambda slice: (slice[1], -slice[2]))
+    ]  # fmt: skip
+
+
+def peak_flops(dtype: torch.dtype = torch.float32, *, device: Any = "cpu") -> float:
+    """Measure the floating-point operations a second of one device, in products of square matrices: the best of five.
+
+    On a CPU by as many threads as torch has now, in 0.1 s or so; 16-bit products may take ten times as long. A GPU is
+    waited for. What it has no products for, such as integers, is refused.
+
+        timed = fds.timed(flops=flops, peak_flops=num_ranks * fds.timing.peak_flops(torch.bfloat16, device="cuda"))
+
+    Raises `FdsError` for what is not a floating-point dtype and not a device that is there.
+    """
+    if not is_a(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise FdsError("not a dtype of a step", where="dtype", got=repr(dtype)[:80], want="torch.bfloat16, or another")
+    try:
+        where = torch.device(device)
+        n = 8192 if where.type == "cuda" else 1024
+        x, times = torch.full((n, n), 1 / n, dtype=dtype, device=where), []
+        for _ in range(6):  # the first warms up
+            _synchronize(x.device)
+            start = time.perf_counter()
+            torch.mm(x, x)
+            _synchronize(x.device)
+            times.append(time.perf_counter() - start)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise FdsError(
+            "there are no products of matrices of this dtype on this device",
+            where=f"peak_flops, {device!r}"[:80],
+            got=str(error)[:200],
+            want='torch.float32 on "cpu", or another',
+        ) from error
+    return 2 * n**3 / min(times)

@@ -9,7 +9,7 @@ import attrs
 
 from fds.collectives.traffic import MessageKind
 from fds.errors import FdsError, is_a
-from fds.step import Description, PredictedMessages
+from fds.step import Description
 
 # What a link of a ring carries, by what is sent: so bandwidths of operations can be compared with that of the wire.
 _BUS = {
@@ -84,9 +84,9 @@ class MessageRow:
         All_reduce 2 (n - 1) / n of the algorithm's, all_gather, reduce_scatter and all_to_all (n - 1) / n, as in
         nccl-tests; others all of it.
         """
-        if (own := self.algorithm_gb_per_s) is None:
+        if (algorithm := self.algorithm_gb_per_s) is None:
             return None
-        return own * _BUS.get(self.kind.op, lambda n: 1)(self.kind.ranks)
+        return algorithm * _BUS.get(self.kind.op, lambda n: 1)(self.kind.ranks)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON can hold it, the kind's fields among the others, with the bandwidths."""
@@ -149,16 +149,19 @@ class MessageTable:
         Raises `FdsError` for anything else than a description.
         """
         if not is_a(description, Description):
-            raise FdsError(
-                "not a description",
-                where="messages, description",
-                got=type(description).__name__,
-                want="step.describe(state)",
+            where, got = "messages, description", type(description).__name__
+            raise FdsError("not a description", where=where, got=got, want="step.describe(state)")
+        predictions = {messages.kind: messages for messages in description.messages}
+        rows = {row.kind: row for row in self.rows}
+        for kind, messages in predictions.items():
+            rows[kind] = attrs.evolve(
+                rows.get(kind, MessageRow(kind)),
+                predicted_count=self.calls * messages.count,
+                predicted_bytes=None if kind.op == "exchange" else self.calls * messages.bytes_sent,  # texts
+                at_most=messages.at_most,
+                buckets=messages.buckets,
             )
-        known = {one.kind: one for one in description.messages}
-        rows = [_beside(row, known.pop(row.kind, None), self.calls) for row in self.rows]
-        rows += [_beside(MessageRow(kind), one, self.calls) for kind, one in known.items()]
-        return attrs.evolve(self, rows=tuple(rows))
+        return attrs.evolve(self, rows=tuple(rows.values()))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON can hold it: `calls`, `rows` and `ranks`."""
@@ -170,19 +173,6 @@ class MessageTable:
         title = f"Messages of {calls}: {self.count:,}, {self.bytes_sent:,} bytes sent, {self.waited_ms:,.2f} ms waited"
         lines = [title, *(_lines(self.rows) if self.rows else [])]
         return "\n".join([*lines, *map(str, self.ranks)])
-
-
-def _beside(row: MessageRow, known: PredictedMessages | None, calls: int) -> MessageRow:
-    if known is None:
-        return row
-    is_text = row.kind.op == "exchange"
-    return attrs.evolve(
-        row,
-        predicted_count=calls * known.count,
-        predicted_bytes=None if is_text else calls * known.bytes_sent,
-        at_most=known.at_most,
-        buckets=known.buckets,
-    )
 
 
 def _mean(total: float, row: MessageRow) -> str:
@@ -205,15 +195,15 @@ def _spans(numbers: Sequence[int]) -> str:
             spans[-1].append(i)
         else:
             spans.append([i])
-    return ", ".join(str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in spans)
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
 
 
 def _speed(x: float | None) -> str:
     return "-" if x is None else f"{x:.3g}"
 
 
-def _ms(x: float | None) -> str:
-    return "" if x is None else f"{x:,.3f}"
+def _wait_for_others(row: MessageRow, which: str) -> str:
+    return "" if row.for_others is None else f"{getattr(row.for_others, which):,.3f}"
 
 
 # heading, what stands there, and whether it stands there where all rows have nothing
@@ -230,9 +220,9 @@ _COLUMNS: Sequence[tuple[str, Callable[[MessageRow], str], bool]] = (
     ("waited", lambda row: _mean(row.waited_ms, row), True),
     ("algbw", lambda row: _speed(row.algorithm_gb_per_s), True),
     ("busbw GB/s", lambda row: _speed(row.bus_gb_per_s), True),
-    ("for others: min", lambda row: _ms(row.for_others and row.for_others.min_ms), False),
-    ("mean", lambda row: _ms(row.for_others and row.for_others.mean_ms), False),
-    ("max", lambda row: _ms(row.for_others and row.for_others.max_ms), False),
+    ("for others: min", lambda row: _wait_for_others(row, "min_ms"), False),
+    ("mean", lambda row: _wait_for_others(row, "mean_ms"), False),
+    ("max", lambda row: _wait_for_others(row, "max_ms"), False),
     ("buckets", lambda row: _spans(row.buckets), False),
     ("asked for by", lambda row: ", ".join(row.callers), False),
 )
@@ -240,11 +230,10 @@ _LEFT = {"for", "operation", "axis", "buckets", "asked for by"}
 
 
 def _lines(rows: Sequence[MessageRow]) -> list[str]:
-    """Return lines of columns, numbers to the right."""
-    columns = [(name, [cell(row) for row in rows], always) for name, cell, always in _COLUMNS]
-    found: list[list[str]] = []
-    for name, cells, always in columns:
+    columns: list[list[str]] = []
+    for name, cell, always in _COLUMNS:
+        cells = [cell(row) for row in rows]
         if always or any(cells):
             width, side = max(map(len, (name, *cells))), "<" if name in _LEFT else ">"
-            found.append([f"{text:{side}{width}}" for text in (name, *cells)])
-    return ["  ".join(line).rstrip() for line in zip(*found, strict=True)]
+            columns.append([f"{text:{side}{width}}" for text in (name, *cells)])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]

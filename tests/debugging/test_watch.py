@@ -285,7 +285,7 @@ def test_on_a_gpu_a_call_is_looked_at_in_the_next_one_and_the_last_at_the_end():
     with (
         mock.patch("torch.cuda.Event", return_value=event),
         mock.patch("torch.cuda.current_stream"),
-        mock.patch("fds.debugging._watch.replayed", replay),
+        mock.patch("fds.debugging._watch.replay", replay),
     ):
         after, _ = watch(state, "first")
         assert not waited and not replayed

@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fds
 from fds.display import Interrupt, Log, Progress, draw_curve, read_log
+from fds.display.log import MOST, Curve, smooth, spark
 from fds.display.readings import read
-from fds.display.screens import Lines, Notebook, Terminal, screen_for
-from fds.display.smoothing import MOST, Curve, smoothed, spark
-from fds.display.view import View
+from fds.display.screens import Lines, Notebook, Terminal, View, screen_for
 from fds.errors import FdsError
 from tests.bits import bits
 from tests.unit.test_html import Balanced
@@ -285,7 +284,7 @@ def test_a_curve_is_drawn_of_a_log(tmp_path):
 
 
 def test_smoothing_passes_over_what_is_not_finite_and_a_curve_stays_short():
-    assert smoothed([2.0, float("nan"), 2.0, float("inf")]) == [2.0] * 4
+    assert smooth([2.0, float("nan"), 2.0, float("inf")]) == [2.0] * 4
     assert spark([3.0, 2.0, 1.0], width=3) == "█▅▁" and spark([], width=3) == ""
     curve = Curve()
     for i in range(20 * MOST):

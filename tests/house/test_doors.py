@@ -39,7 +39,7 @@ ROOMS = {
     "data": "collectives microbatches random tree errors",
 }
 ROOMS["display"] = "_html collectives errors"
-ROOMS["timing"] = "collectives errors loss state step tree"
+ROOMS["timing"] = "collectives errors loss profiling state step tree"
 ROOMS["monitors"] = "collectives display errors state"
 ROOMS["debugging"] = f"step storage profiling display {BELOW_STEP}"
 ROOMS["reporting"] = "_html collectives display errors plans state step storage transforms"

@@ -11,7 +11,7 @@ from fds.collectives.traffic import counted, counting
 from fds.errors import FdsError, MeshError
 from fds.media.drive import Drive
 from fds.profiling import peaks
-from fds.profiling.holding import Holding
+from fds.profiling.peaks import Holding
 from tests.bits import assert_same_bits
 from tests.memory import peak_bytes
 
@@ -210,7 +210,7 @@ def test_memory_that_is_given_back_by_hand_is_not_held():
 def test_a_dry_run_sends_nothing():
     def run():
         call = made(fds.shard_optimizer(fds.mesh(dp=2)["dp"], stage=3), fds.clip_by_global_norm(1.0))
-        heard = peaks.Heard()
+        heard = peaks.Exchanges()
         with counting(heard):
             peaks.of_second_call(*call)
         with counted() as traffic:

@@ -13,8 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fds
 from fds import kernels
 from fds.errors import ComposeError, FdsError
-from fds.profiling.counting import counting
-from fds.profiling.formulas import formula
+from fds.profiling.counting import counting, formula
 from tests.bits import assert_same_bits
 from tests.tensor_axis import splitting
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fds.reporting.findings import findings, spikes
-from fds.reporting.messages import RankWait, Table
 from fds.reporting.record import FORMAT, Record
-from fds.reporting.run import Run
+from fds.reporting.run import RankWait, Run, Table, slices_of
 from fds.reporting.series import Points, Series, thinned
 
 STEPS = np.arange(1.0, 201.0)
@@ -24,7 +23,7 @@ def series(y, x=None, axis="steps"):
 def run(plan=(), traces=None, **metrics):
     record = Record(FORMAT, (), schedule="mine", plan=plan)
     found = Run("run", Path("run"), {name: series(y) for name, y in metrics.items()}, record)
-    found.traces = traces or {}
+    found.traces = {file: slices_of(events) for file, events in (traces or {}).items()}
     return found
 
 

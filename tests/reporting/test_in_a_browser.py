@@ -141,7 +141,7 @@ def test_controls_change_what_is_drawn(tab, pages):
 def test_the_running_mean_is_that_of_the_display(tab, pages):
     tab.open(pages["plain"])
     numbers = [3.0, None, 1.0, 2.0, 8.0]
-    want = fds.display.smoothing.smoothed([v for v in numbers if v is not None], decay=0.6)
+    want = fds.display.log.smooth([v for v in numbers if v is not None], decay=0.6)
     found = [v for v in tab.evaluate(f"smooth({json.dumps(numbers)}, 0.6)") if v is not None]
     assert found == pytest.approx(want)
 

@@ -8,7 +8,7 @@ import torch
 
 import fds
 from fds.errors import FdsError
-from fds.reporting import environment
+from fds.reporting import record as records
 from fds.reporting.record import read_record
 from tests.reporting.runs import plain_step
 
@@ -84,8 +84,8 @@ def test_arguments_of_another_kind_are_refused(change, words, tmp_path):
 
 
 def test_the_environment_says_less_where_less_can_be_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment.sys, "argv", [str(tmp_path / "train.py"), "--lr", "a b"])
-    found = environment.environment(torch.device("cpu"), {}, 1)
+    monkeypatch.setattr(records.sys, "argv", [str(tmp_path / "train.py"), "--lr", "a b"])
+    found = records.describe_environment(torch.device("cpu"), {}, 1)
     assert "commit" not in found and "axes" not in found and found["program"].endswith("train.py --lr 'a b'")
     monkeypatch.setenv("PATH", "")
-    assert environment.environment(torch.device("cpu"), {"dp": 2}, 2)["axes"] == "dp=2"
+    assert records.describe_environment(torch.device("cpu"), {"dp": 2}, 2)["axes"] == "dp=2"

@@ -14,7 +14,7 @@ import fds
 from fds.errors import FdsError
 from fds.step import ranges
 from fds.step.ranges import Clock, clocked, profiled
-from fds.timing import _timed, _trace
+from fds.timing import _timed
 from tests.bits import bits
 from tests.unit.step.problem import BATCH, make, make_params
 
@@ -162,12 +162,12 @@ def test_a_trace_has_a_process_for_each_rank_with_its_parts_and_messages(tmp_pat
 def test_clocks_of_several_machines_are_aligned(monkeypatch):
     def ahead():
         axis = fds.mesh(ranks=-1)["ranks"]
-        return _trace._ahead_of_the_first(axis)
+        return _timed._measure_ahead(axis)
 
     rank = lambda: fds.mesh(ranks=-1)["ranks"].index
     assert fds.simulate(ahead, 2) == [0, 0]  # on one machine the clock is one, to the last bit
-    monkeypatch.setattr(_trace, "_BOOT", mock.Mock(exists=lambda: True, read_text=lambda: f"machine {rank()}"))
-    monkeypatch.setattr(_trace, "time", mock.Mock(perf_counter=lambda: time.perf_counter() + 1000 * rank()))
+    monkeypatch.setattr(_timed, "_BOOT", mock.Mock(exists=lambda: True, read_text=lambda: f"machine {rank()}"))
+    monkeypatch.setattr(_timed, "time", mock.Mock(perf_counter=lambda: time.perf_counter() + 1000 * rank()))
     zero, other = fds.simulate(ahead, 2)
     assert zero == 0 and other == pytest.approx(1000, abs=1)
 

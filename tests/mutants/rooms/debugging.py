@@ -15,7 +15,7 @@ MUTANTS = (
     ),
     Mutant(
         "watch-blames-masks",
-        "fds/debugging/replay.py",
+        "fds/debugging/_watch.py",
         "loss = checking.of_loss if lost else None",
         "loss = None",
         "the first operator that makes infinities is named, though the loss does not come from it",
@@ -23,8 +23,8 @@ MUTANTS = (
     ),
     Mutant(
         "watch-blames-forward-for-a-finite-loss",
-        "fds/debugging/replay.py",
-        'if lost or one.part != "forward"]',
+        "fds/debugging/_watch.py",
+        'if lost or culprit.part != "forward"]',
         "if True]",
         "what was hidden again in forward is named in the place of what went wrong in backward",
         f"{_WATCH} -k mask_in_forward",
@@ -39,7 +39,7 @@ MUTANTS = (
     ),
     Mutant(
         "watch-hears-its-own-rank-alone",
-        "fds/debugging/replay.py",
+        "fds/debugging/_watch.py",
         "key=lambda rank: (sent[rank][0], rank)",
         "key=lambda rank: rank",
         "what the first rank found counts, though it came later",
@@ -55,15 +55,15 @@ MUTANTS = (
     ),
     Mutant(
         "check-ranks-compares-slices-with-each-other",
-        "fds/debugging/_check_ranks.py",
-        "fingerprint((name, one.start, one.tensor.numel(), one.ranges, one.term))",
-        "fingerprint((name, one.tensor.numel(), one.ranges, one.term))",
+        "fds/debugging/states.py",
+        "fingerprint((name, part.start, numel, part.ranges, part.term))",
+        "fingerprint((name, numel, part.ranges, part.term))",
         "slices of one leaf that lie elsewhere in it are compared",
         f"{_RANKS} -k sharded_state",
     ),
     Mutant(
         "check-ranks-forgets-where-a-slice-begins",
-        "fds/debugging/_check_ranks.py",
+        "fds/debugging/states.py",
         "unraveled(part.start + i, held(ranges))",
         "unraveled(i, held(ranges))",
         "the index is that in the slice of the rank",
@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     Mutant(
         "check-ranks-leaves-others-waiting",
-        "fds/debugging/_check_ranks.py",
+        "fds/debugging/states.py",
         "        error = caught\n",
         "        raise\n",
         "a rank without a state raises alone",

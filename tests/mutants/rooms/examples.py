@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     Mutant(
         "log-keeps-a-later-step",
-        "fds/display/jsonl.py",
+        "fds/display/log.py",
         'line["step"] > upto:',
         'line["step"] > upto + 1:',
         "the log of a resumed run has the step after its save twice",
@@ -55,7 +55,7 @@ MUTANTS = (
     ),
     Mutant(
         "one-rank-stops",
-        "fds/display/interrupt.py",
+        "fds/display/progress.py",
         "return bool(self._axis.all_reduce(torch.tensor(float(self.asked))))",
         "return self.asked",
         "a rank that is interrupted leaves the others in a collective",

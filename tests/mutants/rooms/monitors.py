@@ -7,7 +7,7 @@ MONITOR = "tests/monitors/test_monitor.py"
 MUTANTS = (
     Mutant(
         "a-row-of-csv-comes-twice",
-        "fds/monitors/csv_files.py",
+        "fds/monitors/files.py",
         'float(line.split(b",")[0]) < x',
         'float(line.split(b",")[0]) <= x',
         "a run that goes on has its first row twice",
@@ -15,7 +15,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-header-comes-twice",
-        "fds/monitors/csv_files.py",
+        "fds/monitors/files.py",
         "        if end == 0:\n            file.write",
         "        if True:\n            file.write",
         "a run that goes on writes a second header, as DeepSpeed does",
@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     Mutant(
         "half-a-row-stays",
-        "fds/monitors/csv_files.py",
+        "fds/monitors/files.py",
         'line.endswith(b"\\n") and float',
         "float",
         "the first row after a kill is appended to half a row",
@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-loop-goes-back-and-rows-stay",
-        "fds/monitors/csv_files.py",
+        "fds/monitors/files.py",
         "if x <= self._last.get(tag, math.inf):",
         "if tag not in self._files:",
         "a loop that goes back to an earlier state has steps twice",
@@ -39,7 +39,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-line-of-json-comes-twice",
-        "fds/monitors/json_lines.py",
+        "fds/monitors/files.py",
         "upto=math.nextafter(x, -math.inf)",
         "upto=x",
         "a run that goes on has its first line twice",
@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "tensorboard-keeps-the-lost-steps",
-        "fds/monitors/tensor_board.py",
+        "fds/monitors/services.py",
         "purge_step=first",
         "purge_step=None",
         "TensorBoard shows steps twice after a resume",
@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant(
         "a-gpu-is-waited-for",
         "fds/monitors/_monitor.py",
-        "while self.waiting and self.waiting[0].reading.arrived:",
+        "while self.waiting and (wait or self.waiting[0].reading.has_arrived):",
         "while self.waiting:",
         "each call waits for the metrics of its own step",
         MONITOR,
@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     Mutant(
         "sinks-find-out-late-that-they-cannot-write",
-        "fds/monitors/sink.py",
+        "fds/monitors/_monitor.py",
         "if worlds.current().rank == 0:",
         "if worlds.current().rank < 0:",
         "a sink whose directory cannot be made is refused by the first call alone",

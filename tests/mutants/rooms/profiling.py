@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "profile-gives-backward-to-the-module-after",
-        "fds/loss/owners.py",
+        "fds/profiling/modules.py",
         "bisect.bisect_right(self._starts, node._sequence_nr()) - 1]",
         "min(bisect.bisect_right(self._starts, node._sequence_nr()), len(self._starts) - 1)]",
         "operators of backward are counted for the module that ran next",
@@ -13,7 +13,7 @@ MUTANTS = (
     ),
     Mutant(
         "profile-takes-recomputation-for-backward",
-        "fds/profiling/counting.py",
+        "fds/profiling/modules.py",
         "inside = self.modules.running or mode_of_loss().busy is not None or _saving(True) is not None",
         "inside = bool(self.modules.running)",
         "what runs outside of modules counts as backward",
@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         "profile-counts-hidden-pairs",
-        "fds/profiling/formulas.py",
+        "fds/profiling/counting.py",
         "sum(min(i + 1, keys) for i in range(queries))",
         "sum(min(i, keys) for i in range(queries))",
         "of a causal mask the diagonal counts as hidden",
@@ -29,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         "profile-donates",
-        "fds/profiling/_profile.py",
+        "fds/profiling/record.py",
         "attrs.evolve(step.place, donate=False)",
         "attrs.evolve(step.place)",
         "a profile gives the caller's state up",
@@ -37,7 +37,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory-forgets-the-next-state",
-        "fds/profiling/predicted.py",
+        "fds/profiling/memory.py",
         "    if not step.place.donate:",
         "    if step.place.donate:",
         "a step that does not donate is predicted to need no memory for the next state",
@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory-counts-what-other-ranks-hold",
-        "fds/profiling/holding.py",
+        "fds/profiling/peaks.py",
         "if performing.get():",
         "if False:",
         "the rank that runs a simulated collective counts the buffers of all ranks",
@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         "a-dry-run-waits-for-other-ranks",
         "fds/profiling/peaks.py",
-        "dry.set(iter(heard))",
+        "dry.set(iter(exchanges))",
         "dry.set(None)",
         "a rank that can be run dry waits for one that cannot",
         "tests/profiling/test_memory.py",
@@ -69,7 +69,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory-that-was-given-back-counts",
-        "fds/profiling/holding.py",
+        "fds/profiling/peaks.py",
         "return storage is not None and storage.nbytes() == self.num_bytes",
         "return storage is not None",
         "what a stage of a pipeline holds is 13% too much, and another number each time",
@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-dry-run-guesses-what-one-dnn-keeps",
-        "fds/profiling/dry_run.py",
+        "fds/profiling/peaks.py",
         "if func in _UNKNOWN or",
         "if",
         "of nn.LSTM less than half of the peak is predicted",
@@ -93,7 +93,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-dry-run-gathers-nothing",
-        "fds/profiling/dry_run.py",
+        "fds/profiling/peaks.py",
         "            return NotImplemented  # such",
         "            pass  # such",
         "parameters that are gathered on use are not, in a dry run",
@@ -101,8 +101,8 @@ MUTANTS = (
     ),
     Mutant(
         "a-dry-run-makes-memory-for-what-is-written",
-        "fds/profiling/dry_run.py",
-        "if computed else _written(func, args, kwargs)",
+        "fds/profiling/peaks.py",
+        "if computed else _find_written(func, args, kwargs)",
         "if computed else torch.empty_like(args[0])",
         "what writes into memory returns new memory, in a dry run",
         "tests/profiling/test_memory.py::test_predictions_are_within_two_percent_of_what_is_measured",

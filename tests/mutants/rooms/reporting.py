@@ -33,8 +33,8 @@ MUTANTS = (
     Mutant(
         "a-wait-counts-twice",
         "fds/reporting/charts.py",
-        "ms = np.maximum(y[name] - sum(y[other] for other in inside), 0.0)",
-        "ms = np.maximum(y[name], 0.0)",
+        "ms = np.maximum(used[name].y - sum(used[other].y for other in inside), 0.0)",
+        "ms = np.maximum(used[name].y, 0.0)",
         "parts add up to more than the call",
         REPORT,
     ),
@@ -48,7 +48,7 @@ MUTANTS = (
     ),
     Mutant(
         "text-is-markup",
-        "fds/reporting/markup.py",
+        "fds/reporting/sections.py",
         "return escape(text[:MOST_TEXT] + more)",
         "return text[:MOST_TEXT] + more",
         "an option is part of the page's HTML",
@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         "one-rank-alone-hears-of-an-error",
-        "fds/reporting/_record_run.py",
+        "fds/reporting/record.py",
         'problem = axis.exchange(problem, "the record of a run")[0]',
         "pass",
         "the first rank raises, and the others go on without it",
@@ -80,9 +80,9 @@ MUTANTS = (
     ),
     Mutant(
         "starts-are-forgotten",
-        "fds/reporting/_record_run.py",
-        "(*earlier, Start(",
-        "(*(one for one in earlier if one.calls < calls), Start(",
+        "fds/reporting/record.py",
+        "starts=(*earlier, Start(",
+        "starts=(*(one for one in earlier if one.calls < calls), Start(",
         "a start is forgotten that a later one went back behind",
         RECORD,
     ),
