@@ -50,9 +50,9 @@ class ModuleHooks:
 
     def __enter__(self) -> Self:
         self._hooks = [
-            register_module_forward_pre_hook(lambda module, args: self._follow(module, self.enter, args)),
+            register_module_forward_pre_hook(lambda module, args: self._follow(module, self._enter, args)),
             register_module_forward_hook(  # where forward raised it is called without keywords
-                lambda module, *tensors: self._follow(module, self.leave, tensors), with_kwargs=True, always_call=True
+                lambda module, *tensors: self._follow(module, self._leave, tensors), with_kwargs=True, always_call=True
             ),
         ]
         return self
@@ -63,7 +63,7 @@ class ModuleHooks:
             hooks_of_modules._global_forward_hooks_with_kwargs.pop(hook.id, None)  # pyright: ignore[reportPrivateUsage]  (torch leaves it there)
 
     def _follow(self, module: nn.Module, act: Callable[[str, Any], None], tensors: Any) -> None:
-        if torch.compiler.is_compiling() or not self.is_followed(module):
+        if torch.compiler.is_compiling() or not self._is_followed(module):
             return
         if module not in self.names:
             self._name(module)
@@ -75,32 +75,28 @@ class ModuleHooks:
         if root not in self._bases:
             base = root.prefix.rstrip(".")
             if not base and self._bases:  # the first alone has the names of the loss
-                base = ".".join(filter(None, [self.above(), type(module).__name__]))
+                base = ".".join(filter(None, [self._above(), type(module).__name__]))
                 same = [other for other in self._bases.values() if other == base or other.startswith(f"{base} ")]
                 base = f"{base} {len(same) + 1}" if same else base
             self._bases[root] = base
         for path, part in module.named_modules():
             name = ".".join(filter(None, [self._bases[root], path]))
             self.names.setdefault(part, name)
-            self.meet(name, part)
+            self._meet(name, part)
 
-    def is_followed(self, module: nn.Module) -> bool:
-        """Return whether a module that runs is one of those: hooks are those of all threads."""
+    def _is_followed(self, module: nn.Module) -> bool:  # hooks are those of all threads
         raise NotImplementedError
 
-    def above(self) -> str:
-        """Return the module after which those are named that run in it and are no part of it."""
+    def _above(self) -> str:  # the module after which those are named that run in it and are no part of it
         return ""
 
-    def meet(self, name: str, module: nn.Module) -> None:
+    def _meet(self, name: str, module: nn.Module) -> None:
         """Note a module that has got its name."""
 
-    def enter(self, name: str, tensors: Any) -> None:
-        """Note that a module begins, with these arguments."""
+    def _enter(self, name: str, tensors: Any) -> None:
         raise NotImplementedError
 
-    def leave(self, name: str, tensors: Any) -> None:
-        """Note that a module has ended, with these arguments and results."""
+    def _leave(self, name: str, tensors: Any) -> None:
         raise NotImplementedError
 
     def begin(self, name: str) -> None:
@@ -142,28 +138,23 @@ class Modules(ModuleHooks):
         """The innermost module that runs; empty outside of all."""
         return self.running[-1] if self.running else ""
 
-    def above(self) -> str:
-        """Return the one that runs."""
+    def _above(self) -> str:
         return self.current
 
-    def is_followed(self, module: nn.Module) -> bool:
-        """Return whether what runs here is to be seen."""
+    def _is_followed(self, module: nn.Module) -> bool:
         return self.is_active()
 
-    def meet(self, name: str, module: nn.Module) -> None:
-        """Note its class and parameters."""
+    def _meet(self, name: str, module: nn.Module) -> None:
         if name not in self.ran:
             params = {id(p): p.numel() for p in module._parameters.values() if p is not None}
             self.ran[name] = ModuleThatRan(type(module).__name__, params)
 
-    def enter(self, name: str, tensors: Any) -> None:
-        """Note that a module runs, and count it outside of backward."""
+    def _enter(self, name: str, tensors: Any) -> None:
         self.running.append(name)
-        self.ran[name].calls += _graph_task() == -1
+        self.ran[name].calls += _graph_task() == -1  # not in backward
         self.begin(name)
 
-    def leave(self, name: str, tensors: Any) -> None:
-        """Note that the one around it runs again."""
+    def _leave(self, name: str, tensors: Any) -> None:
         if self.running:
             self.running.pop()
             self.begin(self.current)
@@ -176,7 +167,7 @@ class Modules(ModuleHooks):
         try:
             yield
         finally:
-            self.leave(name, ())
+            self._leave(name, ())
 
 
 class Watching(TorchDispatchMode):

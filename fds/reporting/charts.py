@@ -76,12 +76,10 @@ def charts(runs: Sequence[Run], findings: Sequence[Sequence[Finding]]) -> list[C
     for title in names:
         if evaluates(title) not in names:
             shown = [title, *(name for name in names if evaluates(name) == title)]
-            lines = (
-                Line(i, name, run.series[name]) for i, run in enumerate(runs) for name in shown if name in run.series
-            )
-            about = ((i, finding) for i, some in enumerate(findings) for finding in some if finding.metric in shown)
-            marks = ((i, x, finding.what) for i, finding in about for x in finding.at)
-            drawn.append(Chart(title, kind_of(title), tuple(lines), marks=tuple(marks)))
+            lines = [Line(i, x, run.series[x]) for i, run in enumerate(runs) for x in shown if x in run.series]
+            remarks = [(i, finding) for i, some in enumerate(findings) for finding in some if finding.metric in shown]
+            marks = tuple((i, x, finding.what) for i, finding in remarks for x in finding.at)
+            drawn.append(Chart(title, kind_of(title), tuple(lines), marks=marks))
     for i, run in enumerate(runs):
         if lines := tuple(Line(i, part, series, PARTS[part][1]) for part, series in parts(run).items()):
             stacked.append(Chart("parts of a call", Kind(TIME, "ms"), lines, stacked=True))

@@ -43,9 +43,13 @@ class Finding:
 
 def findings(run: Run) -> list[Finding]:
     """Return what of a run deserves a look, problems first."""
-    look = (_not_finite, _skipped, _spikes, _worse, _slower, _waits, _moved, _bubble, _stragglers, _late, _files)
-    found = [finding for look_for in look for finding in look_for(run)]
-    return sorted(found, key=lambda finding: finding.level != "problem")
+    remarks = [*_of_curves(run), *_of_speeds(run), *_of_ranks(run)]
+    for file in run.cut:
+        what = f"{file} ends in half a line, which is left out: its process was killed, or is writing"
+        remarks.append(Finding("note", what))
+    for file, why in run.unreadable.items():
+        remarks.append(Finding("note", f"{file} was not read: {why.splitlines()[0]}"))
+    return sorted(remarks, key=lambda remark: remark.level != "problem")
 
 
 def timeline(run: Run) -> Timeline | None:
@@ -78,14 +82,11 @@ def spikes(series: Series) -> np.ndarray:
     return points.x[WINDOW:][first]
 
 
-def _not_finite(run: Run) -> Iterator[Finding]:
+def _of_curves(run: Run) -> Iterator[Finding]:
     for name, series in run.series.items():
         if len(wrong := series.x[~np.isfinite(series.y)]):
             level = "problem" if name == "loss" or evaluates(name) else "note"
             yield Finding(level, f"{name} is not finite at {_where(series, wrong)}", name, _marks(wrong))
-
-
-def _skipped(run: Run) -> Iterator[Finding]:
     for name, meaning in {
         "skipped": "the update was skipped",
         "at_minimum_scale": "the loss scale is as small as it may be",
@@ -95,14 +96,8 @@ def _skipped(run: Run) -> Iterator[Finding]:
             level = "problem" if name == "at_minimum_scale" else "note"
             share = f" ({len(where) / len(series):.1%} of those logged)"
             yield Finding(level, f"{meaning} at {_where(series, where)}{share}", name, _marks(where))
-
-
-def _spikes(run: Run) -> Iterator[Finding]:
     if (series := run.series.get("loss")) is not None and len(where := spikes(series)):
         yield Finding("problem", f"the loss jumps at {_where(series, where)}", "loss", _marks(where))
-
-
-def _worse(run: Run) -> Iterator[Finding]:
     for name, series in run.series.items():
         if name.endswith("loss") and evaluates(name) and len(points := finite(series)) > 2:
             best, last = int(np.argmin(points.y)), points.y[-1]
@@ -111,41 +106,31 @@ def _worse(run: Run) -> Iterator[Finding]:
                 yield Finding("note", f"{name} was lowest with {now}", name, (float(points.x[best]),))
 
 
-def _slower(run: Run) -> Iterator[Finding]:
+def _of_speeds(run: Run) -> Iterator[Finding]:
     for name in ("tokens_per_s", "samples_per_s"):
         if (series := run.latest(name)) is not None and len(points := finite(series)) >= 4 * WINDOW:
             quarters = [float(np.median(part)) for part in np.array_split(points.y, 4)]
             if quarters[-1] < 0.8 * max(quarters):
                 speeds = f"{quarters[-1]:,.0f} in the last quarter of the run, {max(quarters):,.0f} in the fastest"
                 yield Finding("note", f"{name} fell: {speeds}", name)
-                return
-
-
-def _waits(run: Run) -> Iterator[Finding]:
+                break
     call, wait = (run.latest(TIMES + name) for name in ("call", "wait"))
-    if call is None or wait is None:
-        return
-    whole, waited = float(np.nansum(call.y)), float(np.nansum(wait.y))
-    if waited > SHARE * whole:
-        what = f"the first rank waits for messages, and so for other ranks, {waited / whole:.0%} of a call"
-        yield Finding("note", what, TIMES + "wait")
-
-
-def _moved(run: Run) -> Iterator[Finding]:
-    name = lambda start: start.topology or "ranks that are not known"
+    if call is not None and wait is not None:
+        whole, waited = float(np.nansum(call.y)), float(np.nansum(wait.y))
+        if waited > SHARE * whole:
+            what = f"the first rank waits for messages, and so for other ranks, {waited / whole:.0%} of a call"
+            yield Finding("note", what, TIMES + "wait")
+    place = lambda start: start.topology or "ranks that are not known"
     for before, start in itertools.pairwise(run.record.starts):
         if before.topology != start.topology:
-            what = f"from call {start.calls:,} on the run was on {name(start)}, before on {name(before)}"
+            what = f"from call {start.calls:,} on the run was on {place(start)}, before on {place(before)}"
             yield Finding("note", f"{what}: its speeds are told apart")
 
 
-def _bubble(run: Run) -> Iterator[Finding]:
+def _of_ranks(run: Run) -> Iterator[Finding]:
     if (line := timeline(run)) is not None and line.bubble_fraction > SHARE:
         share = f"{line.bubble_fraction:.0%} of the time, if all stages cost the same"
         yield Finding("note", f"the bubble of {run.record.schedule} is {share}: more microbatches make it smaller")
-
-
-def _stragglers(run: Run) -> Iterator[Finding]:
     for file, slices in run.traces.items():
         work: dict[int, float] = {}  # milliseconds of each rank from its first part to its last, without waits
         for slice in slices:
@@ -156,22 +141,12 @@ def _stragglers(run: Run) -> Iterator[Finding]:
         slow = [f"rank {rank} ({ms / middle:.2f} times)" for rank, ms in work.items() if ms > 1.2 * middle > 0]
         if slow:
             yield Finding("note", f"by {file} these ranks work longer than the typical one: {', '.join(slow[:8])}")
-
-
-def _late(run: Run) -> Iterator[Finding]:
     ranks = () if run.messages is None else run.messages.ranks
     waits = {waits.rank: waits.for_others_ms for waits in ranks}
     middle = float(np.median(list(waits.values()))) if waits else 0.0
     late = [f"rank {rank}" for rank, ms in waits.items() if ms < middle / 4]
     if late:
         yield Finding("note", f"the others wait for {', '.join(late[:8])}: {middle:,.1f} ms in the messages compared")
-
-
-def _files(run: Run) -> Iterator[Finding]:
-    for file in run.cut:
-        yield Finding("note", f"{file} ends in half a line, which is left out: its process was killed, or is writing")
-    for file, why in run.unreadable.items():
-        yield Finding("note", f"{file} was not read: {why.splitlines()[0]}")
 
 
 def _where(series: Series, xs: np.ndarray) -> str:

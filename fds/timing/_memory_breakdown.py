@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
 
 from fds.collectives.traffic import counting
-from fds.step.ranges import clocked
+from fds.step.ranges import Clock, clocked
 from fds.timing.clocks import OTHER, PARTS, InTurn, Waits, check_every, intervals
 
 _PROCESS = Path("/proc/self/statm")
@@ -52,26 +53,27 @@ class MemoryParts:
         return "\n".join(rows)
 
 
-@attrs.define(eq=False)
-class Gauge:
-    """Memory in use when ranges begin and end.
+class Gauge(Clock):
+    """A clock that says what memory is in use, and not when."""
 
-    Attributes:
-        device: where the step runs.
-        marks: the name of a range that begins, or "" where the innermost ends, and what was in use.
-    """
+    def now(self) -> PartMemory:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return what is in use now; the peak begins anew. Nothing is waited for."""
+        if self.device.type == "cuda":
+            allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
+            peak = torch.cuda.max_memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return PartMemory(allocated, reserved, peak)
+        resident = int(_PROCESS.read_text().split()[1]) * _PAGE if _PROCESS.exists() else 0
+        return PartMemory(resident, resident, resident)
 
-    device: torch.device
-    marks: list[tuple[str, PartMemory]] = attrs.field(factory=list)
-
-    @contextlib.contextmanager
-    def range(self, name: str) -> Generator[None]:
-        """Look when the block begins, and when it ends."""
-        self.marks.append((name, measure_usage(self.device)))
-        try:
-            yield
-        finally:
-            self.marks.append(("", measure_usage(self.device)))
+    def parts(self) -> MemoryParts:
+        """Return the memory of the parts of a call that has ended."""
+        parts: dict[str, PartMemory] = {}
+        marks: Any = self.marks
+        for part, before, after in intervals(marks):
+            most = max(before.allocated, after.peak, parts[part].peak if part in parts else 0)
+            parts[part] = PartMemory(after.allocated, after.reserved, most)
+        return MemoryParts({part: parts[part] for part in PARTS if part in parts})
 
 
 class MemoryBreakdown(InTurn):
@@ -86,10 +88,10 @@ class MemoryBreakdown(InTurn):
     @contextlib.contextmanager
     def _watch(self, device: torch.device, number: int) -> Iterator[None]:
         gauge = Gauge(device)
-        measure_usage(device)  # the peak is that of this call
+        gauge.now()  # the peak is that of this call
         with counting(Waits()), clocked(gauge), gauge.range(OTHER):
             yield
-        self.last = parts_of(gauge)
+        self.last = gauge.parts()
 
     def metrics(self) -> dict[str, float]:
         """Return `memory_bytes_PART_allocated`, `..._reserved` and `..._peak` of the last call; empty before the first.
@@ -100,26 +102,6 @@ class MemoryBreakdown(InTurn):
         return {
             f"memory_bytes_{name}_{what}": float(n) for name, x in parts.items() for what, n in attrs.asdict(x).items()
         }
-
-
-def parts_of(gauge: Gauge) -> MemoryParts:
-    """Return the memory of the parts of a call that has ended."""
-    parts: dict[str, PartMemory] = {}
-    for part, before, after in intervals(gauge.marks):
-        most = max(before.allocated, after.peak, parts[part].peak if part in parts else 0)
-        parts[part] = PartMemory(after.allocated, after.reserved, most)
-    return MemoryParts({part: parts[part] for part in PARTS if part in parts})
-
-
-def measure_usage(device: torch.device) -> PartMemory:
-    """Return what is in use now; the peak begins anew. Nothing is waited for."""
-    if device.type == "cuda":
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return PartMemory(allocated, reserved, peak)
-    resident = int(_PROCESS.read_text().split()[1]) * _PAGE if _PROCESS.exists() else 0
-    return PartMemory(resident, resident, resident)
 
 
 def memory_breakdown(*, every: int | None = 1) -> MemoryBreakdown:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 from collections import deque
@@ -124,47 +123,9 @@ def _find_caller() -> str:
     return f"{frame.f_globals.get('__name__', '')}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
-OPERATIONS = (
-    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"),
-    *("send", "recv", "barrier", "exchange"),
-)
+_NAMES = "all_gather reduce_scatter all_reduce all_to_all broadcast send recv barrier exchange"
+OPERATIONS = (*_NAMES.split(),)
 _LAST = 100  # messages of a kind whose waits are kept, to be compared between ranks
-
-
-@attrs.define(eq=False)
-class Sums:
-    """The running sums of a kind of message."""
-
-    kind: MessageKind
-    count: int = 0
-    bytes_sent: int = 0
-    timed: int = 0
-    latency_ms: float = 0.0
-    waited_ms: float = 0.0
-    shortest_ms: float = math.inf
-    longest_ms: float = 0.0
-    callers: dict[str, None] = attrs.field(factory=dict)
-    waits: dict[tuple[int, ...], deque[float]] = attrs.field(factory=dict)  # the last ones, by the ranks of the axis
-
-    def add(self, message: Message) -> None:
-        """Add a message."""
-        self.count += 1
-        self.bytes_sent += message.bytes_sent
-        if message.caller:
-            self.callers[message.caller] = None
-        if message.latency_ms is not None and message.waited_ms is not None:
-            self.timed += 1
-            self.latency_ms += message.latency_ms
-            self.waited_ms += message.waited_ms
-            self.shortest_ms = min(self.shortest_ms, message.latency_ms)
-            self.longest_ms = max(self.longest_ms, message.latency_ms)
-            self.waits.setdefault(message.group, deque(maxlen=_LAST)).append(message.waited_ms)
-
-    def row(self) -> MessageRow:
-        """Return them as a row of a table."""
-        shortest = self.shortest_ms if self.timed else 0.0
-        times = self.latency_ms, self.waited_ms, shortest, self.longest_ms
-        return MessageRow(self.kind, self.count, self.bytes_sent, self.timed, *times, tuple(self.callers))
 
 
 class Messages(InTurn):
@@ -174,7 +135,8 @@ class Messages(InTurn):
 
     def __init__(self, every: int | None, ops: frozenset[str], *, verbose: bool, debug: bool):
         self.every, self.ops, self.verbose, self.debug = every, ops, verbose, debug
-        self._calls, self._sums = 0, dict[MessageKind, Sums]()
+        self._calls, self._rows = 0, dict[MessageKind, MessageRow]()
+        self._waits: dict[tuple[MessageKind, tuple[int, ...]], deque[float]] = {}  # by kind and ranks of the axis
         self._last: tuple[Message, ...] = ()
         self._waiting: list[tuple[int, Log]] = []
 
@@ -196,7 +158,7 @@ class Messages(InTurn):
     def table(self) -> MessageTable:
         """This rank's messages by kind, over all calls that were watched."""
         self._read()
-        return MessageTable(tuple(sums.row() for sums in self._sums.values()), self._calls)
+        return MessageTable(tuple(self._rows.values()), self._calls)
 
     def summary(self, description: Description | None = None) -> MessageTable:
         """Return the table with the waits of all ranks compared; all ranks call it.
@@ -210,11 +172,7 @@ class Messages(InTurn):
         if description is not None:
             table = table.beside(description)
             table = attrs.evolve(table, rows=tuple(row for row in table.rows if row.kind.op in self.ops))
-        waits = [
-            [*attrs.astuple(kind), list(group), list(times)]
-            for kind, sums in self._sums.items()
-            for group, times in sums.waits.items()
-        ]
+        waits = [[*attrs.astuple(kind), list(group), list(times)] for (kind, group), times in self._waits.items()]
         return _compare(table, mesh(ranks=-1)["ranks"].exchange(waits, "messages"))
 
     def metrics(self) -> dict[str, float]:
@@ -241,7 +199,10 @@ class Messages(InTurn):
             number, log = self._waiting.pop(0)
             self._last, self._calls = tuple(running.message() for running in log.messages), self._calls + 1
             for message in self._last:
-                self._sums.setdefault(message.kind, Sums(message.kind)).add(message)
+                self._rows[message.kind] = _add(self._rows.get(message.kind, MessageRow(message.kind)), message)
+                if message.waited_ms is not None:
+                    waits = self._waits.setdefault((message.kind, message.group), deque(maxlen=_LAST))
+                    waits.append(message.waited_ms)
             if self.verbose and worlds.current().rank == 0:
                 print(*(f"call {number}: {message}" for message in self._last), sep="\n")
 
@@ -283,6 +244,23 @@ def messages(
                 hint=nearest(str(op), OPERATIONS),
             )
     return Messages(every, frozenset(OPERATIONS if ops is None else ops), verbose=verbose, debug=debug)
+
+
+def _add(row: MessageRow, message: Message) -> MessageRow:
+    """Return a row with one more message."""
+    callers = dict.fromkeys(filter(None, (*row.callers, message.caller)))
+    count, sent = row.count + 1, row.bytes_sent + message.bytes_sent
+    row = attrs.evolve(row, count=count, bytes_sent=sent, callers=tuple(callers))
+    if message.latency_ms is None or message.waited_ms is None:
+        return row
+    return attrs.evolve(
+        row,
+        timed=row.timed + 1,
+        latency_ms=row.latency_ms + message.latency_ms,
+        waited_ms=row.waited_ms + message.waited_ms,
+        shortest_ms=min(row.shortest_ms, message.latency_ms) if row.timed else message.latency_ms,
+        longest_ms=max(row.longest_ms, message.latency_ms),
+    )
 
 
 def _compare(table: MessageTable, ranks: Sequence[Any]) -> MessageTable:

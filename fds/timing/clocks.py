@@ -179,12 +179,10 @@ class Layers(ModuleHooks):
                 hint = did_you_mean(pattern, names)
                 raise FdsError("no layer has such a name", where="timed, layers", got=repr(pattern), hint=hint)
 
-    def is_followed(self, module: nn.Module) -> bool:
-        """Return whether a module is one of a loss and runs in this call."""
+    def _is_followed(self, module: nn.Module) -> bool:
         return self._is_here() and (module in self.names or module in roots)
 
-    def enter(self, name: str, tensors: Any) -> None:
-        """Note that a layer runs."""
+    def _enter(self, name: str, tensors: Any) -> None:
         chosen = name != "" and all(before is None for before in self.clock.running)
         if self.patterns is not None:
             chosen = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
@@ -193,8 +191,7 @@ class Layers(ModuleHooks):
             self._hook(tensors)  # what it writes over has another node afterwards
             self._go(Position(name, reversed=False))
 
-    def leave(self, name: str, tensors: Any) -> None:
-        """Note that what was before it goes on."""
+    def _leave(self, name: str, tensors: Any) -> None:
         if self.clock.running and (before := self.clock.running.pop()) is not None:
             self._hook(tensors)
             self._go(before)

@@ -51,7 +51,7 @@ def test_each_part_has_its_own_peak_and_what_is_left_when_it_ends():
             allocator.hold(5)
         with profiled("forward"):
             allocator.hold(1)
-    found = _memory_breakdown.parts_of(gauge)
+    found = gauge.parts()
     assert found.parts == {
         "forward": PartMemory(146, 1000, 150),
         "backward": PartMemory(145, 1000, 350),

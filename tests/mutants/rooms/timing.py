@@ -128,7 +128,7 @@ MUTANTS = (
     Mutant(
         "a-peak-is-that-of-an-earlier-part",
         "fds/timing/_memory_breakdown.py",
-        "        torch.cuda.reset_peak_memory_stats(device)\n",
+        "            torch.cuda.reset_peak_memory_stats(self.device)\n",
         "",
         "the greatest peak so far is that of every part after it",
         "tests/timing/test_memory_breakdown.py",
