@@ -62,7 +62,7 @@ class Statistics:
                 least, most = min(least, float(good.min())), max(most, float(good.max()))
                 total += float(good.sum())
         of_finite = (least, most, total / finite) if finite else (None, None, None)
-        index = None if first is None else unraveled(first // (1 + x.is_complex()), tuple(x.shape))
+        index = None if first is None else unravel(first // (1 + x.is_complex()), tuple(x.shape))
         return cls(name, str(x.dtype).removeprefix("torch."), tuple(x.shape), nan, inf, *of_finite, index)
 
     @classmethod
@@ -100,10 +100,10 @@ def not_finite(values: Any, above: str) -> list[Statistics]:
     return [Statistics.of(f"{above}.{path}".rstrip("."), x) for path, x in named.items() if not is_finite(x)]
 
 
-def unraveled(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the index of the element with this index in the flattened tensor.
 
-    >>> unraveled(5, (2, 3))
+    >>> unravel(5, (2, 3))
     (1, 2)
     """
     indices: list[int] = []
@@ -231,7 +231,7 @@ class Checking(Watching):
             return NotImplemented
         if performing.get() or part in ("", "optimizer") or str(packet) in UNINITIALISED:
             return func(*args, **kwargs)
-        written = list(_written(func, args, kwargs))
+        written = list(_find_written(func, args, kwargs))
         reads = str(packet) not in _OVERWRITING
         bad = [x for x in written if reads and not is_finite(x)]  # before: what it had is gone afterwards
         out = func(*args, **kwargs)
@@ -305,7 +305,7 @@ class CheckedGradients:
         return grads
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+def _find_written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_of(kwargs.get(argument.name, args[i] if i < len(args) else ()))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.collectives import Axis, fingerprint
-from fds.debugging.checking import unraveled
+from fds.debugging.checking import unravel
 from fds.errors import FdsError, StateError, checked_call, is_a
 from fds.state import State
 from fds.step import Step
@@ -205,7 +205,7 @@ def _read_elements(part: LeafPart, start: int, end: int) -> list[Any]:
     """Return the bits, the values and the indices in the whole leaf of some elements, as JSON."""
     few = part.tensor.detach().reshape(-1)[start:end].cpu()
     ranges = tuple((extent,) for extent in whole(part.shape)) if part.ranges is None else part.ranges
-    indices = [index_of(ranges, unraveled(part.start + i, held(ranges))) for i in range(start, end)]
+    indices = [index_of(ranges, unravel(part.start + i, held(ranges))) for i in range(start, end)]
     values = few.double() if few.is_floating_point() else few  # some numbers of 8 bits have no list
     return [as_bytes(few).view(BITS[few.itemsize]).tolist(), [repr(x) for x in values.tolist()], indices]
 

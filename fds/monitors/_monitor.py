@@ -41,14 +41,14 @@ class Sink(Protocol):
         ...
 
 
-def checked_every(every: object, where: str) -> int:
+def check_every(every: object, where: str) -> int:
     """Return a number of calls. Raises `FdsError` for any other value."""
     if not is_int(every, 1):
         raise FdsError("not a number of calls", where=f"{where}, every", got=repr(every), want="1 or more")
     return every
 
 
-def checked_path(path: object, where: str) -> str:
+def check_path(path: object, where: str) -> str:
     """Return a path as a text. Raises `FdsError` for what is none."""
     text = path.__fspath__() if hasattr(path, "__fspath__") else path  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(text, str) or not text:
@@ -56,7 +56,7 @@ def checked_path(path: object, where: str) -> str:
     return expanded(text)
 
 
-def writable_directory(path: str | Path, where: str) -> Path:
+def make_directory(path: str | Path, where: str) -> Path:
     """Make a directory, on the first rank, which alone writes. Raises `FdsError` where nothing can be written there."""
     directory = Path(path)
     if worlds.current().rank == 0:
@@ -69,7 +69,7 @@ def writable_directory(path: str | Path, where: str) -> Path:
     return directory
 
 
-def checked_texts(where: str, **texts: object) -> dict[str, Any]:
+def check_texts(where: str, **texts: object) -> dict[str, Any]:
     """Return arguments that are texts or None. Raises `FdsError` for others."""
     for name, text in texts.items():
         if not isinstance(text, str | None):
@@ -77,13 +77,13 @@ def checked_texts(where: str, **texts: object) -> dict[str, Any]:
     return texts
 
 
-def checked_mode(mode: object, modes: Sequence[str], where: str) -> None:
+def check_mode(mode: object, modes: Sequence[str], where: str) -> None:
     """Raise `FdsError` for another mode than these, or None."""
     if mode is not None and mode not in modes:
         raise FdsError("no such mode", where=f"{where}, mode", got=repr(mode), want=", ".join(modes))
 
 
-def needs(package: str, extra: str, where: str) -> None:
+def require(package: str, extra: str, where: str) -> None:
     """Raise `FdsError` if a package is not installed; it is not imported."""
     if importlib.util.find_spec(package) is None:
         raise FdsError(f"it needs {package}", where=where, got="not installed", hint=f"pip install 'fds[{extra}]'")
@@ -192,7 +192,7 @@ class Monitor:
         first metrics have not, and of a state that is not the one that came with them. Raises `FdsError` for arguments
         of another kind, and after `close()`.
         """
-        calls = self._checked(state, metrics)
+        calls = self._check(state, metrics)
         missing, self._missing = [name for name in self._missing if name not in metrics], ()
         if missing:
             nearest = did_you_mean(missing[0], metrics)
@@ -206,13 +206,13 @@ class Monitor:
 
     def note(self, state: State, values: Mapping[str, Any]) -> None:
         """Write other numbers, such as `{"eval_loss": ...}`, to every sink, whatever its `every` and the names are."""
-        self._add(self._checked(state, values), values, self._queue.sinks)
+        self._add(self._check(state, values), values, self._queue.sinks)
 
     def close(self) -> None:
         """Wait for what is on its way, write it, and close the sinks; a second time nothing happens."""
         self._end()
 
-    def _checked(self, state: State, metrics: Mapping[str, Any]) -> int:
+    def _check(self, state: State, metrics: Mapping[str, Any]) -> int:
         if not self._end.alive:
             raise FdsError("the monitor is closed", where="monitor(state, metrics)", want="a call before close()")
         if not is_a(state, State):

@@ -14,7 +14,7 @@ import rich.console
 from fds.display import Log
 from fds.display.screens import short
 from fds.errors import FdsError, checked_call
-from fds.monitors._monitor import Event, checked_every, checked_path, writable_directory
+from fds.monitors._monitor import Event, check_every, check_path, make_directory
 
 
 class CSV:
@@ -34,8 +34,8 @@ class CSV:
 
     @checked_call
     def __init__(self, directory: str | Path, *, every: int = 1):
-        self.every = checked_every(every, "CSV")
-        self.directory = writable_directory(checked_path(directory, "CSV"), "CSV")
+        self.every = check_every(every, "CSV")
+        self.directory = make_directory(check_path(directory, "CSV"), "CSV")
         self._files: dict[str, io.TextIOWrapper] = {}
         self._last: dict[str, float] = {}  # tag -> `x` of its last row
 
@@ -114,11 +114,11 @@ class JSONL:
 
     @checked_call
     def __init__(self, path: str | Path, *, every: int = 1):
-        self.path, self.every = Path(checked_path(path, "JSONL")), checked_every(every, "JSONL")
+        self.path, self.every = Path(check_path(path, "JSONL")), check_every(every, "JSONL")
         if self.path.is_dir():
             got, want = str(self.path), f"{self.path / 'log.jsonl'}"
             raise FdsError("this is a directory, not a file", where="JSONL", got=got, want=want)
-        writable_directory(self.path.parent, "JSONL")
+        make_directory(self.path.parent, "JSONL")
         self._log: Log | None = None
         self._last = math.inf  # `x` of the last line
 
@@ -159,7 +159,7 @@ class Console:
 
     @checked_call
     def __init__(self, *, every: int = 10, console: rich.console.Console | None = None):
-        self.every = checked_every(every, "Console")
+        self.every = check_every(every, "Console")
         if not isinstance(console, rich.console.Console | None):
             raise FdsError("not a console", where="Console", got=repr(console)[:80], want="a rich.console.Console")
         self._console = console

@@ -8,15 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fds.errors import FdsError, checked_call, is_int
-from fds.monitors._monitor import (
-    Event,
-    checked_every,
-    checked_mode,
-    checked_path,
-    checked_texts,
-    needs,
-    writable_directory,
-)
+from fds.monitors._monitor import Event, check_every, check_mode, check_path, check_texts, make_directory, require
 
 
 class TensorBoard:
@@ -37,13 +29,13 @@ class TensorBoard:
 
     @checked_call
     def __init__(self, directory: str | Path, *, every: int = 1, flush_seconds: int = 10):
-        directory = checked_path(directory, "TensorBoard")
-        self.every = checked_every(every, "TensorBoard")
+        directory = check_path(directory, "TensorBoard")
+        self.every = check_every(every, "TensorBoard")
         if not is_int(flush_seconds, 1):
             where = "TensorBoard, flush_seconds"
             raise FdsError("not a number of seconds", where=where, got=repr(flush_seconds), want="1 or more")
-        needs("tensorboard", "tensorboard", "TensorBoard")
-        self.directory = writable_directory(directory, "TensorBoard")
+        require("tensorboard", "tensorboard", "TensorBoard")
+        self.directory = make_directory(directory, "TensorBoard")
         self._flush_seconds, self._writer = flush_seconds, None
         self._last = math.inf  # `x` of the last event
 
@@ -101,11 +93,11 @@ class WandB:
         directory: str | Path | None = None,
         every: int = 1,
     ):
-        self.every = checked_every(every, "WandB")
-        texts = checked_texts("WandB", project=project, entity=team, group=group, name=name, id=id)
-        checked_mode(mode, ("online", "offline", "disabled"), "WandB")
-        needs("wandb", "wandb", "WandB")
-        where = None if directory is None else checked_path(directory, "WandB, directory")
+        self.every = check_every(every, "WandB")
+        texts = check_texts("WandB", project=project, entity=team, group=group, name=name, id=id)
+        check_mode(mode, ("online", "offline", "disabled"), "WandB")
+        require("wandb", "wandb", "WandB")
+        where = None if directory is None else check_path(directory, "WandB, directory")
         resume = None if id is None else "allow"
         self._options: dict[str, Any] = {**texts, "resume": resume, "mode": mode, "dir": where}
         self._run: Any = None
@@ -163,16 +155,16 @@ class Comet:
         api_key: str | None = None,
         every: int = 1,
     ):
-        self.every = checked_every(every, "Comet")
+        self.every = check_every(every, "Comet")
         key = {"experiment_key": experiment_key, "api_key": api_key}
-        texts = checked_texts("Comet", project=project, workspace=workspace, **key)
-        checked_mode(mode, ("get", "create", "get_or_create"), "Comet")
+        texts = check_texts("Comet", project=project, workspace=workspace, **key)
+        check_mode(mode, ("get", "create", "get_or_create"), "Comet")
         if not isinstance(online, bool | None):
             raise FdsError("neither true nor false", where="Comet, online", got=repr(online), want="a bool or None")
-        needs("comet_ml", "comet", "Comet")
+        require("comet_ml", "comet", "Comet")
         self._options = {**texts, "mode": mode, "online": online}
-        where = None if directory is None else checked_path(directory, "Comet, directory")
-        self._config = checked_texts("Comet", name=name) | {"offline_directory": where}
+        where = None if directory is None else check_path(directory, "Comet, directory")
+        self._config = check_texts("Comet", name=name) | {"offline_directory": where}
         self._experiment: Any = None
 
     def __repr__(self) -> str:

@@ -152,7 +152,7 @@ class Counting(Watching):
             if out is not NotImplemented:
                 return out
         work = self.done.setdefault(Place(*self.place(), str(packet)), Work())
-        out = self._timed(work, func, args, kwargs)
+        out = self._run_timed(work, func, args, kwargs)
         work.calls += 1
         if count is not None:
             flops = count(*args, **kwargs, out_val=out)
@@ -166,7 +166,7 @@ class Counting(Watching):
                 work.elements += max((sum(x.numel() for x in tensors_of(value)) for value in values), default=0)
         return out
 
-    def _timed(self, work: Work, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_timed(self, work: Work, func: Any, args: Any, kwargs: Any) -> Any:
         if torch.cuda.is_initialized() and any(x.is_cuda for x in tensors_of((args, kwargs))):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

@@ -12,7 +12,7 @@ import numpy as np
 from fds import _html
 from fds.reporting.findings import Finding
 from fds.reporting.run import WHOLE, Run, Slice
-from fds.reporting.series import PARTS, TIME, TIMES, Kind, Series, evaluates, finite, kind_of, thinned
+from fds.reporting.series import PARTS, TIME, TIMES, Kind, Series, evaluates, finite, kind_of, thin
 
 MOST_CHARTS = 300
 MOST_POINTS = 600  # of a line
@@ -112,7 +112,7 @@ def data(runs: Sequence[Run], drawn: Sequence[Chart]) -> dict[str, Any]:
     for chart in drawn:
         lines = []
         for line in chart.lines:
-            points = thinned(line.series, most)
+            points = thin(line.series, most)
             if all(t is None for t in points["t"]):
                 del points["t"]
             shown = {"run": line.run, "label": line.label} | {name: keep(some) for name, some in points.items()}

@@ -59,7 +59,7 @@ def pairs(rows: Iterable[tuple[str, str]], kind: str) -> str:
     return f'<dl class="{kind}">{lines}</dl>' if lines else ""
 
 
-def folded(title: str, text: str, *, opened: bool = False) -> str:
+def fold(title: str, text: str, *, opened: bool = False) -> str:
     """Return a text as it is, under a title that opens it; empty without a text."""
     inside = text if isinstance(text, Html) else f'<pre tabindex="0">{html(text)}</pre>'
     return f"<details{' open' * opened}><summary>{html(title)}</summary>{inside}</details>" if text else ""
@@ -167,7 +167,7 @@ def _charts(page: Page, section: str) -> str:
         if chart.kind.section == section and not chart.stacked:
             groups.setdefault("" if section == MESSAGES else chart.group, []).append(_figure(page, index))
     laid = {group: Html(f'<div class="charts">{"".join(some)}</div>') for group, some in groups.items() if some}
-    return "".join(folded(f"{group} ({len(groups[group])})", some) if group else some for group, some in laid.items())
+    return "".join(fold(f"{group} ({len(groups[group])})", some) if group else some for group, some in laid.items())
 
 
 def _figure(page: Page, index: int) -> str:
@@ -266,8 +266,8 @@ def _differences(page: Page) -> str:
 
 def _configuration(run: Run) -> str:
     options = pairs(flat(run.record.configuration), "options")
-    came_to = folded("What it came to", run.record.explain, opened=True)
-    return options + came_to + folded("The step in words", run.record.describe, opened=True)
+    came_to = fold("What it came to", run.record.explain, opened=True)
+    return options + came_to + fold("The step in words", run.record.describe, opened=True)
 
 
 def _environment(run: Run) -> str:
@@ -284,7 +284,7 @@ def _files(run: Run) -> str:
         for x in run.saves
     ]
     failed = table(("not read", "why"), list(run.unreadable.items()))
-    read = folded(f"files that were read ({len(run.files)})", "\n".join([f"in {run.path}:", *run.files]))
+    read = fold(f"files that were read ({len(run.files)})", "\n".join([f"in {run.path}:", *run.files]))
     return table(("save", "calls", "bytes", "saved", "composition"), saves) + failed + read
 
 

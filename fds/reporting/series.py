@@ -201,7 +201,7 @@ def typical(series: Series | None) -> float:
     return float(np.median(points.y[len(points) // 2 :]))
 
 
-def thinned(series: Series, most: int) -> dict[str, list[float | None]]:
+def thin(series: Series, most: int) -> dict[str, list[float | None]]:
     """Return at most `most` points for a page: `x`, `y`, `t`, and where several are one, `lo` and `hi` as well.
 
     Points that are one have the mean of their finite values as `y`, their last `x` and `t`; None where none is finite.

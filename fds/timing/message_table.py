@@ -175,11 +175,11 @@ class MessageTable:
         return "\n".join([*lines, *map(str, self.ranks)])
 
 
-def _mean(total: float, row: MessageRow) -> str:
+def _show_mean(total: float, row: MessageRow) -> str:
     return f"{total / row.timed:,.3f}" if row.timed else "-"
 
 
-def _predicted(number: int | None, *, at_most: bool) -> str:
+def _show_predicted(number: int | None, *, at_most: bool) -> str:
     return "" if number is None else f"{'<= ' * at_most}{number:,}"
 
 
@@ -198,7 +198,7 @@ def _spans(numbers: Sequence[int]) -> str:
     return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
 
 
-def _speed(x: float | None) -> str:
+def _show_speed(x: float | None) -> str:
     return "-" if x is None else f"{x:.3g}"
 
 
@@ -213,13 +213,13 @@ _COLUMNS: Sequence[tuple[str, Callable[[MessageRow], str], bool]] = (
     ("axis", lambda row: f"{row.kind.axis} ({row.kind.ranks})", True),
     ("bytes", lambda row: f"{row.kind.num_bytes:,}" if row.kind.num_bytes else "text", True),
     ("count", lambda row: f"{row.count:,}", True),
-    ("predicted", lambda row: _predicted(row.predicted_count, at_most=row.at_most), False),
+    ("predicted", lambda row: _show_predicted(row.predicted_count, at_most=row.at_most), False),
     ("sent", lambda row: f"{row.bytes_sent:,}", True),
-    ("predicted", lambda row: _predicted(row.predicted_bytes, at_most=row.at_most), False),
-    ("ms each", lambda row: _mean(row.latency_ms, row), True),
-    ("waited", lambda row: _mean(row.waited_ms, row), True),
-    ("algbw", lambda row: _speed(row.algorithm_gb_per_s), True),
-    ("busbw GB/s", lambda row: _speed(row.bus_gb_per_s), True),
+    ("predicted", lambda row: _show_predicted(row.predicted_bytes, at_most=row.at_most), False),
+    ("ms each", lambda row: _show_mean(row.latency_ms, row), True),
+    ("waited", lambda row: _show_mean(row.waited_ms, row), True),
+    ("algbw", lambda row: _show_speed(row.algorithm_gb_per_s), True),
+    ("busbw GB/s", lambda row: _show_speed(row.bus_gb_per_s), True),
     ("for others: min", lambda row: _wait_for_others(row, "min_ms"), False),
     ("mean", lambda row: _wait_for_others(row, "mean_ms"), False),
     ("max", lambda row: _wait_for_others(row, "max_ms"), False),

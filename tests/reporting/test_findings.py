@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from fds.reporting.findings import findings, spikes
 from fds.reporting.record import FORMAT, Record
 from fds.reporting.run import RankWait, Run, Table, slices_of
-from fds.reporting.series import Points, Series, thinned
+from fds.reporting.series import Points, Series, thin
 
 STEPS = np.arange(1.0, 201.0)
 
@@ -127,7 +127,7 @@ numbers = st.one_of(st.floats(-1e6, 1e6), st.just(float("nan")), st.just(float("
 
 @given(st.lists(numbers, min_size=1, max_size=60), st.integers(1, 30))
 def test_thinned_points_lose_no_extreme_and_no_mean(y, most):
-    made = thinned(series(y), most)
+    made = thin(series(y), most)
     known = np.array(y)[np.isfinite(y)]
     assert len(made["x"]) == len(made["y"]) == min(most, len(y)) and made["x"][-1] == len(y)
     if len(y) > most and len(known):
