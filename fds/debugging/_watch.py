@@ -37,8 +37,8 @@ def _replay_here(step: Step, state: State, batch: Any) -> tuple[list[int], NonFi
     rank, size = (0, 1) if step.everyone is None else (step.everyone.index, step.everyone.size)
     in_state = [leaf for kind in ("params", "opt", "buffers") for leaf in not_finite(getattr(state, kind), kind)]
     in_batch = not_finite(batch, "batch")
-    begin = functools.partial(NonFinite, int(state.calls), rank, size)
-    checking = Checking(state.step.device, begin)
+    make = functools.partial(NonFinite, int(state.calls), rank, size)
+    checking = Checking(state.step.device, make)
     checked = attrs.evolve(
         step,
         place=attrs.evolve(step.place, donate=False, speculate=False),
@@ -50,9 +50,9 @@ def _replay_here(step: Step, state: State, batch: Any) -> tuple[list[int], NonFi
         _, metrics = checked(state, batch)
     params = tuple(checking.params)
     if in_state:
-        return [0], begin("state", tensors=tuple(in_state), params=params)
+        return [0], make("state", tensors=tuple(in_state), params=params)
     if in_batch:
-        return [1], begin("batch", tensors=tuple(in_batch), params=params)
+        return [1], make("batch", tensors=tuple(in_batch), params=params)
     lost = not is_finite(metrics["loss"])
     loss = checking.of_loss if lost else None
     # of a loss that is finite, what is not was hidden again in forward: a mask
@@ -62,7 +62,7 @@ def _replay_here(step: Step, state: State, batch: Any) -> tuple[list[int], NonFi
         order = [3 if loss is None else 2, microbatch, first.stage or 0]
         return order, attrs.evolve(first, params=params)
     reduced = bool(params) and not lost
-    return [4 if reduced else 5], begin("reduce" if reduced else "nowhere", params=params)
+    return [4 if reduced else 5], make("reduce" if reduced else "nowhere", params=params)
 
 
 _LOOKED_AT = ("loss", "grad_norm", "skipped")

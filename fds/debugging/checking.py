@@ -210,15 +210,15 @@ class Checking(Watching):
 
     Attributes:
         parts: a clock for the ranges of the step.
-        begin: makes a `NonFinite` of this call and rank.
+        make: returns a `NonFinite` of this call and rank.
         culprits: part of the step -> the first of them in it, in the order in which they ran.
         of_loss: that from which the first scalar of a forward that is not finite came, mostly the loss.
         params: the names of parameters on this rank whose summed gradient is not finite.
     """
 
-    def __init__(self, device: torch.device, begin: Callable[..., NonFinite]) -> None:
+    def __init__(self, device: torch.device, make: Callable[..., NonFinite]) -> None:
         super().__init__()
-        self.parts, self.begin = Parts(device), begin
+        self.parts, self.make = Parts(device), make
         self.culprits: dict[str, NonFinite] = {}
         self.of_loss: NonFinite | None = None
         self.params: dict[str, None] = {}
@@ -267,7 +267,7 @@ class Checking(Watching):
         shown += [("output" if len(outputs) == 1 else f"output {i}", outputs[i]) for i in wrong]
         tensors = tuple(Statistics.of(word, x) for word, x in shown if is_read(x))
         part = phase if part == "backward" else part
-        return self.begin(part, module, kind, operator, self.parts.stage, self.parts.microbatch, tensors)
+        return self.make(part, module, kind, operator, self.parts.stage, self.parts.microbatch, tensors)
 
 
 @attrs.frozen
