@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -266,7 +265,7 @@ def profile(
         )
     plain = attrs.evolve(step, place=attrs.evolve(step.place, donate=False), run=AtOnce())
     # the first call touches memory, and finds out what is found out once
-    seconds, counted = _time_and_count(lambda: plain(state, batch), state.step.device)
+    seconds, counted = _time_and_count(lambda: plain(state, batch), lambda: state.step.device)
     structure, _ = step.structure_of(state.params)
     num_parameters = sum(leaf.numel for leaf in structure.leaves.values())
     rank = "" if step.everyone is None else f" on rank {step.everyone.index} of {step.everyone.size}"
@@ -303,7 +302,7 @@ def profile_model(
     model.eval()
     try:
         with torch.no_grad():
-            seconds, counted = _time_and_count(lambda: model(*args, **kwargs), device)
+            seconds, counted = _time_and_count(lambda: model(*args, **kwargs), lambda: device)
     finally:
         for part, mode in modes.items():
             part.training = mode
@@ -312,11 +311,12 @@ def profile_model(
     return profile_of(counted, num_parameters, title, seconds=seconds, depth=depth, top=top, detailed=detailed)
 
 
-def _time_and_count(call: Callable[[], Any], device: torch.device) -> tuple[float, Counting]:
+def _time_and_count(call: Callable[[], Any], find_device: Callable[[], torch.device]) -> tuple[float, Counting]:
     """Return the seconds of a second call, and the counts of a third."""
-    wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     with torch.compiler.set_stance("force_eager"):
         call()
+        device = find_device()  # the call has refused what is no state
+        wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
         wait()
         start = time.perf_counter()
         call()
