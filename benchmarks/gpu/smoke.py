@@ -19,7 +19,7 @@ from benchmarks.gpu.records import Case, Failed
 from benchmarks.kernel_works import WITHIN, Setting, distance
 from fds import kernels, tree
 from fds.kernels.choice import only
-from fds.media.locked import locked
+from fds.media.device import make_page_locked
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -85,7 +85,7 @@ def linear_cross_entropy(setting: Setting) -> dict[str, float]:
 
 def page_locked(setting: Setting) -> dict[str, int]:
     """Copy through memory that the driver has locked."""
-    host = locked(1 << 20, setting.device)
+    host = make_page_locked(1 << 20, setting.device)
     host.copy_(torch.arange(1 << 20, device=setting.device).to(torch.uint8), non_blocking=True)
     torch.cuda.synchronize()
     if not host.is_pinned() or int(host[77]) != 77:

@@ -8,13 +8,11 @@ from collections.abc import Callable
 from fds.command_line.parser import Parser
 from fds.errors import escaped
 from fds.storage import showing
-from fds.storage.differing import differences, locate
+from fds.storage.disk.files import read_errors
 from fds.storage.disk.folders import tags
-from fds.storage.disk.paths import read_errors
 from fds.storage.exporting import export_weights
 from fds.storage.format.tensors import DTYPES
-from fds.storage.opening import open_source
-from fds.storage.verifying import verify
+from fds.storage.opening import differences, locate, open_source, verify
 
 Options = argparse.Namespace
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from fds.config.field import flat_keys, is_comment
 from fds.config.record import Config, UnknownKeyError, record_of
 from fds.errors import ConfigError, nearest
-from fds.storage.disk.small_files import RepeatedKeys, unique_keys
+from fds.storage.disk.files import RepeatedKeys, unique_keys
 
 
 def read(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:

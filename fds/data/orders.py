@@ -1,9 +1,9 @@
-"""`Orders`: the order of the rows in each epoch, a function of the seed and the epoch."""
+"""Which rows a batch has: the order of the rows in each epoch, and the epochs cut into batches."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, Sampler
 
 from fds import random
-from fds.data.permutation import permutation
-from fds.errors import DataError
+from fds.errors import DataError, did_you_mean
 
 Ordering = Sampler | Callable[[int, Tensor], Sequence[int] | Tensor | np.ndarray]
 
@@ -135,3 +134,98 @@ def _at_epoch(sampler: Any, epoch: int, key: Tensor) -> Any:
     if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
         generator.manual_seed(random.seed(key, "generator"))
     return sampler
+
+
+def permutation(key: Tensor, length: int) -> np.ndarray:
+    """Return the numbers from 0 to length - 1, `(length,) int64`, in an order that is a function of the key.
+
+    Every row gets a random number whose low bits are replaced by its index, and the numbers are sorted: no two are
+    equal, so all sorting algorithms agree. (Two of a million rows get equal random bits, and so keep their order, with
+    probability 2^-44.) `torch.randperm` takes about as long, but its order may change between versions, and a run
+    resumed with another version would repeat some rows and lose others. 8 bytes a row; 23 ms for a million rows.
+
+    Source: Philox-4x64-10, Salmon et al. 2011, doi:10.1145/2063384.2063405; NumPy keeps its stream (NEP 19).
+
+    >>> from fds import random
+    >>> permutation(random.key(0), 6).tolist()
+    [2, 4, 0, 3, 5, 1]
+    """
+    low = (1 << max(length - 1, 0).bit_length()) - 1
+    numbers = np.random.Philox(key=key.numpy().view(np.uint64)).random_raw(length)
+    numbers &= np.uint64(2**64 - 1 - low)
+    numbers |= np.arange(length, dtype=np.uint64)
+    numbers.sort()
+    numbers &= np.uint64(low)
+    return numbers.view(np.int64)
+
+
+LAST = ("drop", "keep", "wrap")
+
+
+@attrs.frozen
+class Stream:
+    """The rows of all epochs, concatenated and cut into batches.
+
+    A row of the stream is an integer: `epoch * used + position in the epoch`. Batch i ends where batch i + 1 begins.
+    """
+
+    length: int  # rows of the data set
+    batch_size: int  # rows of a whole batch
+    last: str  # what to do with the rows left at the end of an epoch: one of LAST
+
+    def __attrs_post_init__(self) -> None:
+        if self.last not in LAST:
+            raise DataError(
+                "unknown way to end an epoch",
+                where="last",
+                got=repr(self.last),
+                want=" or ".join(map(repr, LAST)),
+                hint=did_you_mean(str(self.last), LAST),
+            )
+        if not self.used:
+            raise DataError(
+                "the data set does not fill one batch",
+                got=f"{self.length} rows, batch_size={self.batch_size}",
+                want="at least one batch" if self.length else "at least one row",
+                hint='a smaller batch_size, or last="keep" or "wrap"' if self.length else "",
+            )
+
+    @property
+    def rest(self) -> int:
+        """Number of rows left over after the full batches of an epoch."""
+        return self.length % self.batch_size
+
+    @property
+    def used(self) -> int:
+        """Number of rows of an epoch that are in the stream."""
+        return self.length - (self.rest if self.last == "drop" else 0)
+
+    def begin(self, batch: int) -> int:
+        """Return the first row of a batch, which is where the one before it ends."""
+        if self.last != "keep":
+            return batch * self.batch_size
+        epoch, number = divmod(batch, -(-self.length // self.batch_size))
+        return epoch * self.length + number * self.batch_size
+
+    def epoch(self, batch: int) -> int:
+        """Return the epoch in which a batch begins."""
+        return self.begin(batch) // self.used
+
+    def end_of_epoch(self, batch: int) -> int:
+        """Return the number of the first batch that begins in a later epoch than this one."""
+        epochs = self.epoch(batch) + 1
+        if self.last == "keep":
+            return epochs * -(-self.length // self.batch_size)
+        return -(-epochs * self.used // self.batch_size)
+
+    def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Split rows of the stream at the ends of epochs: yield (epoch, first, end), counted within the epoch.
+
+        >>> list(Stream(10, 4, "wrap").pieces(8, 12))
+        [(0, 8, 10), (1, 0, 2)]
+        """
+        while begin < end:
+            epoch, first = divmod(begin, self.used)
+            count = min(end - begin, self.used - first)
+            yield epoch, first, first + count
+            begin += count

@@ -1,22 +1,106 @@
-"""`Shares`: a data set whose item i is this rank's share of global batch i; torch's DataLoader reads it."""
+"""What a rank reads of a batch: its share of the rows, collated, in this process or in worker processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate, get_worker_info
 
 from fds import random
-from fds.data.coordinate import Coordinate
-from fds.data.orders import Orders
-from fds.data.padding import PerMicrobatch
-from fds.data.stream import Stream
-from fds.errors import DataError
+from fds.collectives import Axis
+from fds.data.orders import Orders, Stream
+from fds.errors import DataError, is_int
+from fds.microbatches import Microbatches
+
+
+@attrs.frozen
+class Coordinate:
+    """A rank's position among those that share a batch."""
+
+    index: int = 0
+    size: int = 1
+
+    def share(self, begin: int, end: int) -> tuple[int, int]:
+        """Return this rank's part of the rows from `begin` to `end`: contiguous, in rank order.
+
+        >>> Coordinate(index=1, size=4).share(100, 108)
+        (102, 104)
+        """
+        part = (end - begin) // self.size
+        return begin + self.index * part, begin + (self.index + 1) * part
+
+
+def coordinate_on(axis: Any) -> Coordinate:
+    """Return the coordinate of this rank on an axis; None is an axis of one rank.
+
+    Raises `DataError` if this is not an axis, and `MeshError` for an axis of a mesh over other ranks.
+    """
+    if axis is None:
+        return Coordinate()
+    if isinstance(axis, Axis):
+        axis.check_current()
+        return Coordinate(axis.index, axis.size)
+    if isinstance(axis, Coordinate) and 0 <= axis.index < axis.size:
+        return axis
+    raise DataError(
+        "not an axis",
+        where="axis",
+        got=repr(axis),
+        want="an axis of a mesh, a Coordinate with index < size, or None",
+        hint='the axis of data ranks: fds.mesh(dp=-1)["dp"]',
+    )
+
+
+@attrs.frozen
+class PerMicrobatch:
+    """A `collate` of a loader that returns `Microbatches`: see `per_microbatch`."""
+
+    collate: Callable[[list], Any]
+    num_microbatches: int
+
+    def __call__(self, rows: list, seed: Callable[[int], None] = lambda row: None) -> Microbatches:
+        """Return the collated microbatches of a share; `seed` is called with the index of each one's first row."""
+        size, rest = divmod(len(rows), self.num_microbatches)
+        if rest or not size:
+            raise DataError(
+                f"the share does not divide into {self.num_microbatches} microbatches",
+                where="collate",
+                got=f"{len(rows)} rows",
+                want=f"a positive multiple of {self.num_microbatches}",
+            )
+        parts = []
+        for begin in range(0, len(rows), size):
+            seed(begin)
+            parts.append(self.collate(rows[begin : begin + size]))
+        return Microbatches(tuple(parts))
+
+
+def per_microbatch(collate: Callable[[list], Any], num_microbatches: int) -> PerMicrobatch:
+    """Return a `collate` for a loader that collates each microbatch of a rank separately.
+
+    Padding is then to the longest row of the microbatch, and random numbers that `collate` draws follow from the seed
+    and the microbatch's first row. Both are the same on any number of ranks N if N * `num_microbatches` is the same.
+
+    Args:
+        collate: rows -> batch.
+        num_microbatches: number of microbatches of a share in the step: `accumulate(num_microbatches)`.
+
+    Raises `DataError` if an argument is not a count or not a function.
+
+    >>> longest = lambda rows: max(map(len, rows))
+    >>> per_microbatch(longest, 2)(["a", "abc", "ab", "a"]).parts
+    (3, 2)
+    """
+    if not is_int(num_microbatches, 1):
+        raise DataError("not a count", where="num_microbatches", got=repr(num_microbatches), want="an int, 1 or more")
+    if not callable(collate):
+        raise DataError("collate is not a function", where="collate", got=repr(collate)[:60], want="rows -> batch")
+    return PerMicrobatch(collate, num_microbatches)
 
 
 @attrs.frozen(eq=False)
@@ -109,3 +193,74 @@ def reads_many(dataset: Any) -> bool:
 def _reseed(number: int, devices: list[torch.device]) -> None:
     random.reseed(number, devices)
     random.reseed_python(number)
+
+
+@attrs.define(eq=False)
+class Positions:
+    """The indices of the batches to read: the sampler of a DataLoader."""
+
+    numbers: range
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+@attrs.define(eq=False)
+class Workers:
+    """Reads the shares of a loader, and of loaders that differ from it only in their position.
+
+    Persistent workers belong to one torch DataLoader, whose sampler gets other batches for every epoch. They serve one
+    iteration at a time; a second one that begins meanwhile starts its own processes.
+    """
+
+    shares: Shares
+    num_workers: int
+    persistent: bool
+    prefetch_factor: int | None
+    pin_memory: bool
+    persistent_loader: tuple[DataLoader, Positions] | None = None
+    busy: bool = False
+
+    def read(self, numbers: range) -> Iterator[Any]:
+        """Yield the shares of these batches."""
+        if not self.persistent or self.busy:
+            return iter(self._loader(Positions(numbers), persistent=False))
+        return self._read_persistent(numbers)
+
+    def _read_persistent(self, numbers: range) -> Iterator[Any]:
+        if self.persistent_loader is None:
+            positions = Positions(numbers)
+            self.persistent_loader = self._loader(positions, persistent=True), positions
+        loader, positions = self.persistent_loader
+        self.busy, positions.numbers = True, numbers
+        try:
+            yield from loader
+        finally:
+            self.busy = False
+
+    def _loader(self, positions: Positions, *, persistent: bool) -> DataLoader:
+        return DataLoader(
+            self.shares,  # type: ignore[arg-type]  # a mapping from batch indices
+            batch_size=None,
+            sampler=positions,
+            collate_fn=_identity,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory and torch.accelerator.is_available(),
+            persistent_workers=persistent,
+            prefetch_factor=self.prefetch_factor,
+            generator=random.generator(self.shares.key),
+        )
+
+    def __reduce__(self) -> tuple:
+        return _none, ()  # processes cannot be pickled; an unpickled loader starts its own
+
+
+def _none() -> None:
+    return None
+
+
+def _identity(batch: Any) -> Any:
+    return batch

@@ -19,9 +19,9 @@ from fds.state import State
 from fds.step import Step
 from fds.step.checks.state_check import usable
 from fds.step.residency.contract import is_held
-from fds.storage.differing import BITS
 from fds.storage.format.boxes import held, index_of, whole
 from fds.storage.format.tensors import as_bytes
+from fds.storage.opening import BITS
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import LeafPart, parts_of
 

@@ -5,13 +5,11 @@ once, beside what else is computed, in memory of a known size.
 """
 
 from fds.media._disk import Disk, disk, place_of
-from fds.media.activations import Kept, KeptGroups, Tally
-from fds.media.blocks import Blocks
-from fds.media.device import Device
-from fds.media.extents import Extent, extent_of
-from fds.media.host import Host
+from fds.media.activations import Blocks, Kept, KeptGroups, Tally
+from fds.media.arena import Extent, extent_of
+from fds.media.device import Device, Host
+from fds.media.mapping import written_in_place
 from fds.media.medium import Medium, medium_of, read, write
-from fds.media.tensors import written_in_place
 
 __all__ = [
     "Blocks",

@@ -16,12 +16,9 @@ from torch import Tensor
 from fds.collectives.dry import dry
 from fds.errors import DiskError, checked_call, expanded, is_a, is_int, is_number
 from fds.media import arena
-from fds.media.buffers import Buffers
-from fds.media.drive import Drive
-from fds.media.mapping import PAGE, pages
+from fds.media.drive import Drive, Threads
+from fds.media.mapping import PAGE, Buffers, Leaf, leaves, nbytes_of, over, owned, pages, view
 from fds.media.medium import Medium
-from fds.media.requests import Threads
-from fds.media.tensors import Leaf, leaves, nbytes_of, over, owned, view
 
 
 @attrs.frozen(eq=False)

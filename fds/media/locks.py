@@ -1,4 +1,7 @@
-"""The lock of a directory: leaves of one run at a time, a file for each of its ranks."""
+"""Locks of files and folders, which the kernel releases when the process dies, even if it has forked others.
+
+A lock is released when all processes have closed their copies of its descriptor; the child of a fork closes its own.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +12,84 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import attrs
 
 from fds.collectives.worlds import process_rank
 from fds.errors import DiskError
 
+_PROCESS = "process "  # what the text in the lock of a directory begins with
+
 
 @attrs.define(eq=False)
 class Lock:
-    """The lock of a directory. It ends with the process, however that ends."""
+    """The lock of an open file or folder, to which it is closed.
 
-    path: str
+    Attributes:
+        fd: its descriptor; -1 once it is closed.
+        file: the device and inode of a file that other threads of this process may wait for.
+        removes: the path of the file, if it is removed in the end.
+    """
+
     fd: int
-    owner: int  # the process that took it
-    file: tuple[int, int]  # the device and inode of its file
-    written: bool  # whether the file is one of fds, which says who has it
+    file: tuple[int, int] | None = None
+    removes: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        _locks.add(self)
+
+    def take(self) -> None:
+        """Lock it, without effect on a file system without locks. Raises `BlockingIOError` if another process has."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # a file system without locks
 
     def release(self) -> None:
-        """Let go of it. In a forked process, close the copy, with which it would outlive this process."""
+        """Let go of it, and close it; without effect in the child of a fork, which has closed it."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            if os.getpid() == self.owner and self.written:
+            if self.removes is not None:
                 with contextlib.suppress(OSError):  # the next run locks the file that is there
-                    os.unlink(self.path)
-            os.close(fd)
-            _own.discard(self)
+                    os.unlink(self.removes)
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a process between fork and exec has a copy
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        _locks.discard(self)
 
 
-_own: set[Lock] = set()  # of this process
-_PROCESS = "process "  # what the text in a lock begins with
+_locks: set[Lock] = set()  # of this process
 
 
-def locked(directory: str) -> Lock:
-    """Lock a directory for this rank; without effect on a file system without locks.
+@contextlib.contextmanager
+def hold_lock(fd: int) -> Iterator[None]:
+    """Hold the lock of an open file or folder, and close it at the end. Raises `BlockingIOError`."""
+    lock = Lock(fd)
+    try:
+        lock.take()
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def lock_file(path: Path) -> Iterator[None]:
+    """Hold the lock of a regular file, created if it is missing; without effect on a file system without locks.
+
+    Another user's, which may only be read, can still be locked. Raises `BlockingIOError` if another process holds it,
+    `OSError` if the path is not a regular file.
+    """
+    with hold_lock(_open(path, 0o666)[0]):
+        yield
+
+
+def lock_directory(directory: str) -> Lock:
+    """Lock a directory for the leaves of this rank; without effect on a file system without locks.
 
     A file that another user or program has there is locked as it is, and stays. Where this process has the lock, a
     thread is about to let go of it, for which this waits. Raises `DiskError` that names the holder where another
@@ -50,34 +97,43 @@ def locked(directory: str) -> Lock:
     """
     path = os.path.join(directory, f"fds.lock-{process_rank()}")
     while True:
-        fd, can_write = _open(path)
+        fd, can_write = _open(path, 0o644)
+        lock = Lock(fd)
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", path)
-            file = found.st_dev, found.st_ino
-            if _take(fd, path, file) and _is_at(fd, path):  # whoever had it may have removed the file meanwhile
-                if written := can_write and _is_ours(fd):
+            about = os.fstat(fd)
+            lock.file = about.st_dev, about.st_ino
+            if _take(lock, path) and _is_at(fd, path):  # whoever had it may have removed the file meanwhile
+                if can_write and _is_ours(fd):
                     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, f"{_PROCESS}{os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
-                lock = Lock(path, fd, os.getpid(), file, written)
-                _own.add(lock)
+                    lock.removes = path
                 return lock
         except BaseException:
-            os.close(fd)
+            lock.release()
             raise
+        lock.release()
+
+
+def open_regular(path: str | Path, flags: int, *, mode: int = 0o666, folder: int | None = None) -> int:
+    """Return a descriptor of a regular file, without following links or blocking. Raises `OSError`.
+
+    `path` is relative to `folder`, the descriptor of an open folder, if that is given.
+    """
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
 
 
-def _open(path: str) -> tuple[int, bool]:
+def _open(path: str | Path, mode: int) -> tuple[int, bool]:
     """Return the descriptor of a lock, and whether it may be written, as another user's may not. Raises `OSError`."""
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644), True
+        return open_regular(path, os.O_RDWR | os.O_CREAT, mode=mode), True
     except PermissionError as error:
         try:
-            return os.open(path, os.O_RDONLY | flags), False
+            return open_regular(path, os.O_RDONLY), False
         except OSError:
             raise error from None
 
@@ -94,23 +150,21 @@ def _holder(fd: int) -> str:
     return text.strip() if text.startswith(_PROCESS) and text.find("\n") == len(text) - 1 else ""
 
 
-def _take(fd: int, path: str, file: tuple[int, int]) -> bool:
-    """Lock a file, and return True; False where this process has it, after a while. Raises `DiskError`."""
+def _take(lock: Lock, path: str) -> bool:
+    """Take a lock, and return True; False where this process has it, after a while. Raises `DiskError`."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.take()
     except BlockingIOError as error:
-        if any(one.file == file for one in list(_own)):
+        if any(other.file == lock.file for other in list(_locks) if other is not lock):
             time.sleep(0.001)
             return False
         raise DiskError(
             "another run has its leaves in this directory",
             where=path,
-            got=f"locked by {_holder(fd) or 'a process that did not write which'}",
+            got=f"locked by {_holder(lock.fd) or 'a process that did not write which'}",
             want="a directory of its own for every run",
             hint="end that process, or name another directory",
         ) from error
-    except OSError:
-        pass  # a file system without locks
     return True
 
 
@@ -120,3 +174,14 @@ def _is_at(fd: int, path: str) -> bool:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
         return False
+
+
+def _close_in_child() -> None:
+    for lock in _locks:
+        with contextlib.suppress(OSError):
+            os.close(lock.fd)
+        lock.fd = -1
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fds.media.device import DEVICE
-from fds.media.tensors import leaf_of
+from fds.media.mapping import leaf_of
 
 
 class Medium(Protocol):

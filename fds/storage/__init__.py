@@ -14,16 +14,12 @@ buckets with which it was saved only decide which file a leaf is in and how it i
 specifies the format.
 """
 
-from fds.storage.background import Saving, save_async
-from fds.storage.differing import Difference, differences
 from fds.storage.exporting import export_weights
 from fds.storage.format.manifest import Chunk, File, Manifest, SavedLeaf as Leaf
-from fds.storage.importing import import_deepspeed, import_weights
-from fds.storage.loading import load
-from fds.storage.opening import open_source
-from fds.storage.saving import save
+from fds.storage.loading import import_deepspeed, import_weights, load
+from fds.storage.opening import Difference, differences, open_source, verify
+from fds.storage.saving import Saving, save, save_async
 from fds.storage.source import Source
-from fds.storage.verifying import verify
 
 __all__ = [
     "Chunk",

@@ -23,20 +23,18 @@ from fds.errors import StorageError, did_you_mean
 from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step, seen_parameters
-from fds.storage.disk.extents import in_memory
-from fds.storage.disk.paths import checked_path
+from fds.storage.disk.copying import in_memory
+from fds.storage.disk.files import checked_path
 from fds.storage.disk.placing import INDEX, replace_files, write_errors
 from fds.storage.disk.writer import BLOCK
 from fds.storage.format import boxes
-from fds.storage.format.blocks import blocks
 from fds.storage.format.manifest import MAX_INT, SavedLeaf
 from fds.storage.format.tensors import CODES, DTYPES, as_bytes, check_writable, header
 from fds.storage.opening import open_source
-from fds.storage.ranks.all_leaves import AllLeaves, agreement
 from fds.storage.ranks.exchange import Ranks
-from fds.storage.ranks.leaf_parts import LeafPart, parts_of
-from fds.storage.ranks.sharing import LeafPiece, all_held, own
-from fds.storage.versions import parsed
+from fds.storage.ranks.leaf_parts import LeafPart, parsed, parts_of
+from fds.storage.ranks.sharing import AllLeaves, LeafPiece, agreement, all_held, own
+from fds.storage.source import blocks
 from fds.tree import paths
 
 Pieces = Iterable[tuple[str, int, Tensor]]  # key path, first element, elements (length,)

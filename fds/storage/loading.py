@@ -1,10 +1,10 @@
-"""Load a state from a save or another source."""
+"""Load a state from a save or another source, and import weights and the checkpoints of DeepSpeed."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,23 +18,21 @@ from fds.errors import StorageError
 from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step, beginning, same_composition
-from fds.storage.disk import runs
-from fds.storage.disk.extents import is_on_disk, put
-from fds.storage.disk.folders import SAVING, find
-from fds.storage.disk.open_folder import OpenFolder
-from fds.storage.disk.paths import checked_path
+from fds.storage import foreign
+from fds.storage.disk.copying import is_on_disk, put
+from fds.storage.disk.files import OpenFolder, checked_path
+from fds.storage.disk.folders import SAVING, check_run_to_load, find, last_run, remember_run
 from fds.storage.disk.reader import touch_fresh
 from fds.storage.disk.writer import BLOCK
-from fds.storage.format.blocks import spans
 from fds.storage.format.manifest import Manifest, SavedLeaf, read_manifest
 from fds.storage.format.tensors import DTYPES
 from fds.storage.matching import MatchOptions, checked_slots, match
-from fds.storage.ranks import local as by_rank
-from fds.storage.ranks.all_leaves import AllLeaves, agreement
 from fds.storage.ranks.draft import directory
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import LeafPart, blank, parts_of
-from fds.storage.source import Source, blank_like, save_source
+from fds.storage.ranks.local import open_local
+from fds.storage.ranks.sharing import AllLeaves, agreement
+from fds.storage.source import Source, blank_like, save_source, spans
 
 Slots = Literal["init", "drop"]
 
@@ -96,10 +94,10 @@ def load(
             )
         path = checked_path(dir, "dir")
         options = MatchOptions(checked_slots(slots), strict, params_only, without_optimizer, without_schedule)
-    source = (by_rank.opened if local else _open_save)(path, tag, ranks, verify, take_over)
+    source = (open_local if local else _open_save)(path, tag, ranks, verify, take_over)
     state = fill(source, step, params, options, ranks)
-    if run := source.run or runs.last_run(directory(path, ranks, local)):
-        runs.remember(path, run)
+    if run := source.run or last_run(directory(path, ranks, local)):
+        remember_run(path, run)
     return state, source.extra
 
 
@@ -151,7 +149,7 @@ def _open_save(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over
     with ranks.together() as exchange:
         found = _find_save(dir, tag) if ranks.index == 0 else None
         if found is not None and not take_over:
-            runs.check_load(dir, found[0].path, found[1].run)
+            check_run_to_load(dir, found[0].path, found[1].run)
         place = "" if found is None else str(found[0].path.relative_to(dir))
         exchange.mine = {"place": place, "asked": {"tag": repr(tag)}}
     ranks.check_equal([one["asked"] for one in exchange.all])
@@ -262,3 +260,86 @@ def _device(params: Any) -> torch.device:
     leaves = [] if callable(params) else tree.leaves(params)
     real = (x.device for x in leaves if isinstance(x, Tensor) and not x.is_meta)
     return next(real, torch.get_default_device())
+
+
+Rename = Callable[[str], str] | Mapping[str, str]
+
+
+@torch.inference_mode(False)
+def import_weights(
+    path: str | os.PathLike[str],
+    step: Step,
+    params: Any,
+    *,
+    key: int | Tensor = 0,
+    rename: Rename | None = None,
+    strict: bool = True,
+) -> State:
+    """Return the initial state of a step, as from `step.init`, with parameters and buffers from a file.
+
+    Where ranks share the state, all of them call this, and each reads what it will hold.
+
+    Args:
+        path: a safetensors file; a directory of them with its index, as Hugging Face has it; or a state
+            dict written by `torch.save`, read without running code from it.
+        step: the step that will train.
+        params: the argument of `step.init`: tensors, `meta` tensors or a recipe. It gives structure and device only.
+        key: the seed of the run.
+        rename: from names in the file to parameter names: a function, or a mapping of those that differ.
+        strict: whether parameters that are missing, unexpected or of another shape are an error. If not, missing ones
+            are initialised by `step.init`, others ignored, and a `StorageWarning` lists all of them. Other dtypes are
+            cast, and buffers may be missing.
+
+    Raises `StorageError`, on every rank if on any.
+    """
+    options = MatchOptions(strict=strict, params_only=True, foreign=True)
+    open_ = lambda: foreign.weights(checked_path(path, "path"))
+    return _filled("import_weights", open_, step, params, options, rename, key)[0]
+
+
+@torch.inference_mode(False)
+def import_deepspeed(
+    dir: str | os.PathLike[str],
+    step: Step,
+    params: Any,
+    *,
+    tag: str | None = None,
+    key: int | Tensor = 0,
+    rename: Rename | None = None,
+) -> tuple[State, dict[str, Any]]:
+    """Read a checkpoint directory of DeepSpeed: ZeRO stage 0 to 3 on any number of ranks, and pipelines.
+
+    Returns a state that continues the run (master weights, optimizer state, counters, the dynamic loss scale), and
+    those entries of DeepSpeed's `client_state` that are JSON. What DeepSpeed does not save is initialised by
+    `step.init`. Only tensors and plain values are read, and no code from the files is run. Where ranks share the state,
+    all of them call this, and each reads what it will hold.
+
+    Args:
+        dir: the directory that was passed to `save_checkpoint`.
+        step: the step that continues the run, with its optimizer.
+        params: the argument of `step.init`: tensors, `meta` tensors or a recipe. It gives structure and device only.
+        tag: which checkpoint; by default the one that `latest` names.
+        key: the seed from here on; DeepSpeed's generator states are not imported.
+        rename: from DeepSpeed's parameter names to those of the step: a function, or a mapping of those that differ.
+
+    Raises `StorageError`, on every rank if on any.
+    """
+    options = MatchOptions(slots=("init", "drop"), foreign=True)
+    open_ = lambda: foreign.deepspeed(checked_path(dir, "dir"), tag)
+    return _filled("import_deepspeed", open_, step, params, options, rename, key)
+
+
+def _filled(
+    doing: str,
+    open_: Callable[[], Source],
+    step: Step,
+    params: Any,
+    options: MatchOptions,
+    rename: Rename | None,
+    key: int | Tensor,
+) -> tuple[State, dict[str, Any]]:
+    ranks = Ranks.of(step, doing)
+    with ranks.together():
+        source = open_()
+        source = source if rename is None else foreign.renamed(source, rename)
+    return fill(source, step, params, options, ranks, key), source.extra

@@ -10,8 +10,8 @@ import attrs
 
 from fds.errors import StorageError, StorageWarning, did_you_mean
 from fds.storage.format.manifest import SavedLeaf
+from fds.storage.ranks.leaf_parts import nearest, parsed
 from fds.storage.source import Source
-from fds.storage.versions import nearest, parsed
 
 SLOT_KINDS = ("opt", "slots")  # the state of optimizers and transforms
 SLOTS = ("init", "drop")

@@ -14,12 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fds.errors import StorageError, escaped
-from fds.storage.differing import Difference
 from fds.storage.disk.folders import find, tags
 from fds.storage.format.manifest import SavedLeaf, read_manifest
 from fds.storage.format.tensors import DTYPES
+from fds.storage.opening import Difference, line
 from fds.storage.source import Source
-from fds.storage.verifying import line
 
 WIDEST = 10_000  # columns where the output is not a terminal, so that lines are not wrapped
 

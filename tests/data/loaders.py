@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from fds.data import DistributedLoader, RepeatingLoader
-from fds.data.stream import LAST
+from fds.data.orders import LAST
 
 
 class Numbers:

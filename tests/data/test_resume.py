@@ -16,7 +16,7 @@ from torch.utils.data import (
 
 import fds
 from fds.data import Coordinate, DistributedLoader, RepeatingLoader
-from fds.data.permutation import permutation
+from fds.data.orders import permutation
 from tests.bits import assert_same_bits
 from tests.data.loaders import Noisy, Numbers, as_lists, stream_of
 

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 import fds
 from fds.data import Coordinate, DistributedLoader
-from fds.data.permutation import permutation
+from fds.data.orders import permutation
 from tests.data.loaders import Numbers, loaders, on, rows_of, stream_of
 
 

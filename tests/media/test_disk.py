@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 import fds
 from fds import media
-from fds.media.requests import PIECE
-from fds.media.tensors import leaves as living
+from fds.media.drive import PIECE
+from fds.media.mapping import leaves as living
 from fds.step.pool import Buffers
 
 CPU = torch.device("cpu")

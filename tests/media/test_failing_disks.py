@@ -17,9 +17,9 @@ import torch
 import fds
 from fds import media
 from fds.errors import DiskError
-from fds.media import files, locks
-from fds.media.requests import Clock
-from fds.storage.disk.locks import lock_file
+from fds.media import arena, locks
+from fds.media.drive import Clock
+from fds.media.locks import lock_file
 
 CPU = torch.device("cpu")
 
@@ -134,7 +134,7 @@ def refusal(directory):
 
 
 def test_a_directory_that_another_thread_is_closing_is_waited_for(tmp_path, monkeypatch):
-    closing = locks.locked(str(tmp_path))
+    closing = locks.lock_directory(str(tmp_path))
     monkeypatch.setattr(locks.time, "sleep", lambda seconds: closing.release())
     assert fill(fds.disk(tmp_path), [torch.ones(3)])[0].sum() == 3 and closing.fd == -1
 
@@ -215,8 +215,8 @@ def test_a_file_system_without_direct_io_or_nameless_files_will_do(tmp_path, mon
             raise OSError(errno.EOPNOTSUPP, "no O_TMPFILE")
         return open_(path, flags, mode, **how)
 
-    monkeypatch.setattr(files.fcntl, "fcntl", refuse)
-    monkeypatch.setattr(files.os, "open", open_named)
+    monkeypatch.setattr(arena.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(arena.os, "open", open_named)
     disk = fds.disk(tmp_path)
     values = [torch.randn(5000), torch.randn(3)]
     made = fill(disk, values)

@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from fds.media.ranges import Ranges
+from fds.media.mapping import Ranges
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.integers(0, 50)), max_size=60))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from fds.storage import background
+from fds.storage import saving as background
 from fds.storage.disk import aside, writer
 
 LONG = 60  # seconds: only a test that fails waits so long

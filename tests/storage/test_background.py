@@ -15,7 +15,7 @@ import torch
 import fds
 from fds import tree
 from fds.errors import DonatedStateError, StorageError
-from fds.storage import background
+from fds.storage import saving as background
 from fds.storage.disk import folders
 from tests import programs
 from tests.bits import assert_same_bits, snapshot

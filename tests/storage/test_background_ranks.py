@@ -11,7 +11,7 @@ import pytest
 import fds
 from fds import plans
 from fds.errors import RankError, StorageError
-from fds.storage import background
+from fds.storage import saving as background
 from fds.storage.disk import folders
 from fds.storage.format import manifest
 from fds.storage.ranks import draft

@@ -15,11 +15,9 @@ from safetensors.torch import load_file
 import fds
 from fds.command_line import main
 from fds.errors import StorageError
-from fds.storage.differing import Difference, differences, locate
 from fds.storage.format.manifest import Chunk, SavedLeaf
-from fds.storage.opening import open_source
+from fds.storage.opening import Difference, differences, locate, open_source, verify
 from fds.storage.source import Source
-from fds.storage.verifying import verify
 from tests.storage.states import Template, rewrite, state_of
 from tests.storage.topologies import Topology
 

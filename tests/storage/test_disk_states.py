@@ -10,7 +10,7 @@ import fds
 from fds import tree
 from fds.media import extent_of, medium_of
 from fds.storage.disk import writer
-from fds.storage.disk.extents import in_memory, put, span_of
+from fds.storage.disk.copying import in_memory, put, span_of
 from fds.storage.disk.writer import BLOCK
 from tests import ranks
 from tests.bits import assert_same_bits

@@ -22,9 +22,9 @@ from fds import plans, tree
 from fds.errors import DonatedStateError, StorageError
 from fds.storage import exporting
 from fds.storage.exporting import export_weights
-from fds.storage.format.blocks import spans
 from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.format.tensors import CODES, DTYPES
+from fds.storage.source import spans
 from tests.bits import assert_same_bits
 from tests.laws.problems import Block, language, token_mean
 from tests.storage.states import Template, small_state, state_of

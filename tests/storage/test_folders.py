@@ -11,8 +11,9 @@ import pytest
 
 import fds
 from fds.errors import StorageError
-from fds.storage.disk import folders, locks
-from fds.storage.disk.small_files import read_small
+from fds.media import locks
+from fds.storage.disk import folders
+from fds.storage.disk.files import read_small
 from tests.storage.states import Template, num_calls, small_state
 
 STEP = Template(small_state())
@@ -166,7 +167,7 @@ def test_one_holds_a_lock_and_it_is_free_afterwards(tmp_path):
     for _ in range(2):
         with locks.lock_file(path), pytest.raises(BlockingIOError), locks.lock_file(path):
             pass
-    assert os.listdir("/proc/self/fd") == before and not locks._held
+    assert os.listdir("/proc/self/fd") == before and not locks._locks
 
 
 def test_a_forked_process_does_not_hold_its_parents_lock(tmp_path):
@@ -180,9 +181,9 @@ def test_a_forked_process_does_not_hold_its_parents_lock(tmp_path):
         os._exit(0)
     try:
         os.read(forked, 1)
-        for fd in list(locks._held):  # as if this process had been killed: nothing is unlocked, all is closed
-            os.close(fd)
-        locks._held.clear()
+        for held in list(locks._locks):  # as if this process had been killed: nothing is unlocked, all is closed
+            os.close(held.fd)
+            held.fd = -1
         with locks.lock_file(tmp_path / "lock"):
             pass
     finally:
@@ -190,8 +191,7 @@ def test_a_forked_process_does_not_hold_its_parents_lock(tmp_path):
         os.waitpid(pid, 0)
         os.close(forked)
         os.close(write)
-        with mock.patch.object(os, "getpid", return_value=-1):  # it is closed
-            lock.__exit__(None, None, None)
+        lock.__exit__(None, None, None)
 
 
 def test_a_forked_process_that_ends_leaves_the_save_and_its_lock_alone(tmp_path):

@@ -173,7 +173,7 @@ def test_a_save_in_the_background_that_fails_costs_no_older_one(tmp_path, monkey
     def fail(path, head, spans):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(fds.storage.background, "_write_aside", fail)
+    monkeypatch.setattr(fds.storage.saving, "_write_aside", fail)
     saving = fds.save_async(tmp_path, small_state(2), STEP, keep=1)
     with pytest.raises(StorageError, match="No space left"):
         saving.wait()

@@ -15,7 +15,7 @@ import fds
 from fds.errors import StorageError
 from fds.storage import loading, open_source, verify
 from fds.storage.disk import reader, writer
-from fds.storage.disk.open_folder import OpenFolder
+from fds.storage.disk.files import OpenFolder
 from fds.storage.disk.reader import Files, touch_fresh
 from fds.storage.disk.writer import ALIGN, checksum
 from fds.storage.format.manifest import File

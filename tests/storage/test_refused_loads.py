@@ -16,7 +16,7 @@ from fds import tree
 from fds.command_line import main
 from fds.errors import StorageError
 from fds.storage import source
-from fds.storage.verifying import verify
+from fds.storage.opening import verify
 from tests.bits import assert_same_bits
 from tests.storage.states import Template, json_values, rewrite, small_state, state_of
 

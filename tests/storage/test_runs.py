@@ -9,7 +9,7 @@ import torch
 
 import fds
 from fds.errors import StorageError
-from fds.storage.disk import folders, runs
+from fds.storage.disk import folders
 from fds.storage.ranks import draft
 from tests import ranks
 from tests.storage.faults import at_request
@@ -77,7 +77,7 @@ def test_a_run_that_is_started_again_loads_and_goes_on(tmp_path):
     first = save(tmp_path, 1)
     assert alone(tmp_path, ("load", 0, {}), ("save", 2, {}), ("save", 3, {"begin": fds.save_async, "keep": 2})) == []
     assert folders.tags(tmp_path) == ["step00000002", "step00000003"] and not first.exists()
-    assert run_of(tmp_path / "step00000003") == runs.remembered(tmp_path)
+    assert run_of(tmp_path / "step00000003") == folders.remembered_run(tmp_path)
     save(tmp_path, 4)  # of the same run
 
 
@@ -94,7 +94,7 @@ def test_a_run_that_another_has_taken_over_is_told_when_it_comes_back(tmp_path):
         load(tmp_path)
     assert theirs in caught.value.got and mine in caught.value.want
     assert load(tmp_path, tag="step00000001") == 1  # its own
-    assert load(tmp_path, take_over=True) == 4 and runs.remembered(tmp_path) == theirs
+    assert load(tmp_path, take_over=True) == 4 and folders.remembered_run(tmp_path) == theirs
     assert run_of(save(tmp_path, 5)) == theirs
 
 
@@ -141,7 +141,7 @@ def test_two_runs_that_begin_at_once_are_not_both_the_first(tmp_path, monkeypatc
     with pytest.raises(StorageError, match="another run has saved here"):
         save(tmp_path / "run", 2)
     monkeypatch.undo()
-    assert runs.remembered(tmp_path / "run") is None and load(tmp_path / "run") == 1
+    assert folders.remembered_run(tmp_path / "run") is None and load(tmp_path / "run") == 1
     save(tmp_path / "run", 2)
 
 
@@ -201,7 +201,7 @@ def test_ranks_agree_on_the_run_and_are_refused_together(tmp_path, local):
         return answer
 
     mine = on_ranks(1)
-    assert on_ranks(2) == mine == runs.remembered(tmp_path)
+    assert on_ranks(2) == mine == folders.remembered_run(tmp_path)
     of_another_run(place / "step00000002")
     which = "rank 1" if local else "rank 0"
     assert on_ranks(3) == f"{which}: another run has saved here" == on_ranks(3, keep=1)

@@ -6,10 +6,9 @@ from hypothesis import given, strategies as st
 
 from fds.storage.format.manifest import SavedLeaf
 from fds.storage.format.tensors import dtype_name
-from fds.storage.ranks.all_leaves import AllLeaves
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import LeafPart
-from fds.storage.ranks.sharing import CUT, all_held, own
+from fds.storage.ranks.sharing import CUT, AllLeaves, all_held, own
 
 sizes = st.lists(st.tuples(st.sampled_from([0, 1, 7, 1000, 5000, 40_000]), st.sampled_from([1, 2, 4, 8])), max_size=8)
 DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}

@@ -13,7 +13,7 @@ from fds import plans
 from fds.errors import ComposeError, DiskError, DiskFullError, LossError
 from fds.loss import LayerCall
 from fds.media.arena import Arena
-from fds.media.tensors import leaves as known
+from fds.media.mapping import leaves as known
 from tests.bits import assert_same_bits
 from tests.memory import peak_bytes
 

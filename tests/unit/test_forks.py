@@ -11,7 +11,7 @@ import torch
 import fds
 from fds import kernels, random, tree
 from fds.kernels import choice
-from fds.storage.foreign import torch_files
+from fds.storage.foreign import foreign_leaf
 
 
 @dataclasses.dataclass
@@ -24,7 +24,7 @@ LOCKS = {  # the lock, what the child does
     "containers": (lambda: tree._registering, lambda: tree._register(Batch)),
     "memory of a step": (lambda: STEP.runtime.pool.lock, lambda: STEP.runtime.pool.sweep()),
     "kernels": (lambda: choice._changing, lambda: kernels.only("reference").__enter__()),
-    "files of torch": (lambda: torch_files._admitting, lambda: torch_files._admitting.acquire()),
+    "files of torch": (lambda: foreign_leaf._admitting, lambda: foreign_leaf._admitting.acquire()),
     "generators": (lambda: random._lock, lambda: random.scope([]).__enter__()),
 }
 

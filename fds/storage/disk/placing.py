@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fds.errors import StorageError
+from fds.media.locks import hold_lock
 from fds.storage.disk import folders
 from fds.storage.disk.folders import sync
-from fds.storage.disk.locks import locked
 from fds.storage.format.manifest import NAME
 
 INDEX = "model.safetensors.index.json"
@@ -105,9 +105,9 @@ def _hidden_folder(hidden: Path) -> Iterator[Path]:
     except OSError:
         _remove_if_empty(hidden)
         raise
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         try:
-            held.enter_context(locked(fd))
+            locks.enter_context(hold_lock(fd))
         except BlockingIOError:
             raise StorageError(
                 "another export is writing here", where=str(hidden.parent), want="one export at a time"

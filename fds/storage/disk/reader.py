@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fds.errors import StorageError
 from fds.storage.disk import writer
-from fds.storage.disk.open_folder import OpenFolder, hint
+from fds.storage.disk.files import OpenFolder, hint
 from fds.storage.format.manifest import File
 
 MOST = 64  # files that are open at a time

@@ -6,7 +6,7 @@ where <name> is the name of a parameter in the file; `renamed` changes it. Pickl
 """
 
 from fds.storage.foreign.deepspeed_runs import deepspeed
-from fds.storage.foreign.renaming import renamed
+from fds.storage.foreign.foreign_leaf import renamed
 from fds.storage.foreign.weight_files import weights
 
 __all__ = ["deepspeed", "renamed", "weights"]

@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 
 from fds.errors import StorageError
-from fds.storage.disk.small_files import read_small
-from fds.storage.foreign.torch_files import Inert, open_torch
+from fds.storage.disk.files import read_small
+from fds.storage.foreign.foreign_leaf import Inert, open_torch
 
 # The classes that DeepSpeed pickles. Their objects are read as attributes without behaviour.
 CLASSES = (

@@ -1,4 +1,7 @@
-"""The state of DeepSpeed's optimizers: float32 masters and slots by parameter, of one pipeline stage."""
+"""The state of DeepSpeed's optimizers: float32 masters and slots by parameter, of one pipeline stage.
+
+ZeRO slices groups of parameters (ZeRO 1 and 2), or each parameter by itself (ZeRO 3); without ZeRO, torch numbers them.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,8 @@ import torch
 from torch import Tensor
 
 from fds.errors import StorageError
-from fds.storage.foreign.deepspeed_files import StageFiles
-from fds.storage.foreign.foreign_leaf import ForeignLeaf, joined, whole
-from fds.storage.foreign.optimizer_order import match
-from fds.storage.foreign.torch_files import open_torch
-from fds.storage.foreign.zero_layouts import Shapes, shapes_by_slice, sharded, sliced
+from fds.storage.foreign.deepspeed_files import StageFiles, attributes
+from fds.storage.foreign.foreign_leaf import ForeignLeaf, checked, joined, open_torch, whole
 
 SLOTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")  # with the same meaning in fds.optim
 
@@ -155,3 +155,135 @@ def _reshaped(x: Any, shape: tuple[int, ...], where: str) -> ForeignLeaf:
             want=str(torch.Size(shape)),
         )
     return kept
+
+
+Shapes = Mapping[str, tuple[int, ...]]  # of the parameters of one group, in the group's order
+
+
+def sliced(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, ForeignLeaf]:
+    """Return the parameters of a group, which ZeRO 1 and 2 concatenate and divide into one slice per rank.
+
+    After the last parameter there may be padding, up to a multiple of twice the number of ranks. Raises `StorageError`
+    for slices of another length.
+    """
+    slices, kept, start = _flat(ranks, where), dict[str, ForeignLeaf](), 0
+    for name, shape in shapes.items():
+        numel, first, pieces = torch.Size(shape).numel(), 0, []
+        for x in slices:
+            low, high = max(start, first), min(start + numel, first + x.numel())
+            if low < high or not pieces:
+                pieces.append(x[max(low - first, 0) : max(high - first, 0)])
+            first += x.numel()
+        kept[name] = joined(shape, pieces, f"{where}: {name}")
+        start += numel
+    have = sum(x.numel() for x in slices)
+    if not start <= have < start + 2 * len(slices):
+        raise StorageError(
+            "the slices of a group do not fit its parameters",
+            where=where,
+            got=f"{have} elements",
+            want=f"{start}, and less than {2 * len(slices)} of padding",
+        )
+    return kept
+
+
+def sharded(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, ForeignLeaf]:
+    """Return the parameters of a group of ZeRO 3, each divided into equal slices, of which the last is padded.
+
+    Raises `StorageError` for slices of another length.
+    """
+    slices, kept, start = _flat(ranks, where), dict[str, ForeignLeaf](), 0
+    for name, shape in shapes.items():
+        share = -(-torch.Size(shape).numel() // len(slices))
+        kept[name] = joined(shape, [x[start : start + share] for x in slices], f"{where}: {name}")
+        start += share
+    if any(x.numel() != start for x in slices):
+        raise StorageError(
+            "the slices of a group do not fit its parameters",
+            where=where,
+            got=", ".join(str(x.numel()) for x in slices)[:80],
+            want=f"{start} each",
+        )
+    return kept
+
+
+def shapes_by_slice(ranks: Sequence[Any], known: Shapes, where: str) -> list[Shapes]:
+    """Return the groups of parameters from the tables of their slices, given all shapes.
+
+    Each rank has a table per group: name -> (start, number of elements) in its slice. Raises `StorageError`.
+    """
+    groups: list[dict[str, int]] = [{} for _ in ranks[0]]
+    for tables in ranks:
+        for group, table in zip(groups, tables, strict=True):
+            places = {name: attributes(at) for name, at in table.items()}
+            for name in sorted(places, key=lambda name: places[name].get("start", 0)):
+                group[name] = group.get(name, 0) + places[name].get("numel", 0)
+    for group in groups:
+        for name, numel in group.items():
+            if name not in known or torch.Size(known[name]).numel() != numel:
+                raise StorageError(
+                    "a parameter of the optimizer is not in the model",
+                    where=f"{where}: {name}",
+                    got=str(known.get(name)),
+                    want=f"a tensor of {numel} elements",
+                )
+    return [{name: known[name] for name in group} for group in groups]
+
+
+def _flat(ranks: Sequence[Any], where: str) -> list[Tensor]:
+    flats = [checked(x, where).detach() for x in ranks]
+    if not flats or any(x.dim() != 1 for x in flats):
+        raise StorageError(
+            "a slice of a group is not flat", where=where, got=", ".join(str(tuple(x.shape)) for x in flats)
+        )
+    return flats
+
+
+Shape = tuple[int, ...] | None  # None: the optimizer has no state of this parameter yet
+
+
+def match(
+    groups: Sequence[Mapping[str, Any]],
+    shapes: Sequence[Shape],
+    params: Mapping[str, Tensor],
+    masters: Sequence[Tensor] | None,
+) -> list[str] | None:
+    """Return the name of each parameter of the optimizer, or None where that is not certain.
+
+    Args:
+        groups: its param_groups; "param_names" decides if all of them have it.
+        shapes: of the parameters, group by group.
+        params: those of the model by name, in the model's order.
+        masters: float32 copies that the optimizer updates, which round to the model's parameters.
+
+    It is certain for one group of all parameters, in the model's order; for groups of which no two have parameters of
+    the same shape, and which have all parameters of each shape; and for masters that each round to one parameter.
+    """
+    if all("param_names" in group for group in groups):
+        names = [name for group in groups for name in group["param_names"]]
+        return names if _fit(names, shapes, params) else None
+    names = list(params)
+    if len(groups) == 1 and _fit(names, shapes, params):
+        return names
+    owner = [i for i, group in enumerate(groups) for _ in group["params"]]
+    by_shape = {shape: [name for name in names if tuple(params[name].shape) == shape] for shape in shapes}
+    places = {shape: [i for i, other in enumerate(shapes) if other == shape] for shape in by_shape}
+    pairs = [(places[shape], by_shape[shape]) for shape in places]
+    if all(len({owner[i] for i in mine}) == 1 and len(mine) == len(theirs) for mine, theirs in pairs):
+        found = {i: name for mine, theirs in pairs for i, name in zip(mine, theirs, strict=True)}
+        return [found[i] for i in range(len(shapes))]
+    return _equal(masters, params) if masters is not None else None
+
+
+def _fit(names: Sequence[str], shapes: Sequence[Shape], params: Mapping[str, Tensor]) -> bool:
+    known = [tuple(params[name].shape) for name in names if name in params]
+    return len(known) == len(shapes) and all(b is None or a == b for a, b in zip(known, shapes, strict=True))
+
+
+def _equal(masters: Sequence[Tensor], params: Mapping[str, Tensor]) -> list[str] | None:
+    """Return the parameter that each master rounds to, or None if any rounds to none or several."""
+    found = []
+    for master in masters:
+        equal = [n for n, p in params.items() if p.shape == master.shape and torch.equal(master.to(p.dtype), p)]
+        found += equal if len(equal) == 1 else [None]
+    return found if None not in found and len(set(found)) == len(found) else None

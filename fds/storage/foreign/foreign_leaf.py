@@ -1,9 +1,16 @@
-"""Leaves in files of other programs, whole or in pieces, and how their elements are read."""
+"""Leaves in files of other programs: opened without running code, whole or in pieces, read by elements, and renamed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import os
+import re
+import stat
+import threading
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -11,10 +18,99 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fds.errors import StorageError
+from fds.errors import StorageError, did_you_mean
 from fds.storage.format.manifest import SavedLeaf
 from fds.storage.format.tensors import DTYPES, dtype_name
 from fds.storage.source import Source
+
+_admitting = threading.Lock()  # the classes that torch.load admits are global
+
+
+def _renew() -> None:
+    """Renew the lock in the child of a fork, where the thread that held it does not exist."""
+    global _admitting
+    _admitting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+class Inert:
+    """A stand-in for an object of a class that is admitted by name: its attributes, without behaviour."""
+
+    def __init__(self, *arguments: Any):
+        self.arguments = arguments
+
+
+def open_torch(path: Path, inert: Iterable[str] = ()) -> Any:
+    """Return what torch.save wrote, with tensors mapped from the file.
+
+    Objects of the classes in `inert` (dotted names) become `Inert`. Raises `StorageError` for a file that is missing,
+    truncated, of the format before torch 1.6, or that names another class or function that torch does not admit.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise StorageError("this is not a file", where=str(path), want="a file that torch.save wrote")
+        with _admitting, torch.serialization.safe_globals([(Inert, name) for name in inert]):
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        _check_storages(path, found)
+        return found
+    except StorageError:
+        raise
+    except FileNotFoundError as error:
+        raise StorageError("a file is missing", where=str(path)) from error
+    except Exception as error:  # torch may raise any error: KeyError, AssertionError, RecursionError, ...
+        raise _refusal(path, error) from error
+
+
+def _check_storages(path: Path, found: Any) -> None:
+    """Raise `ValueError` for storages that are not in the zip directory: torch maps the size that the pickle states."""
+    with zipfile.ZipFile(path) as file:
+        entries = [entry for entry in file.infolist() if entry.filename.split("/")[-2:-1] == ["data"]]
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ValueError("its tensors are compressed")
+    storages = {(storage.data_ptr(), storage.nbytes()) for storage in _storages(found) if storage.nbytes()}
+    if beyond := Counter(size for _, size in storages) - Counter(entry.file_size for entry in entries):
+        raise ValueError(f"tensors of {next(iter(beyond))} bytes, but fewer in the file")
+
+
+def _storages(found: Any) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of all tensors in what torch.load returned."""
+    seen, left = set(), [found]
+    while left:
+        x = left.pop()
+        if isinstance(x, Tensor):
+            if x.layout == torch.strided and x.device.type == "cpu":
+                yield x.untyped_storage()
+        elif isinstance(x, dict | list | tuple | Inert) and id(x) not in seen:
+            seen.add(id(x))
+            left += vars(x).values() if isinstance(x, Inert) else x.values() if isinstance(x, dict) else x
+
+
+def _refusal(path: Path, error: BaseException) -> StorageError:
+    text = str(error)
+    if found := re.search(r"(?:GLOBAL|class|function) ([\w.<>']+)", text):
+        return StorageError(
+            "a file names a class or function that is not admitted",
+            where=str(path),
+            got=found[1][:200],
+            want="tensors, numbers, text, lists and dicts",
+            hint="no code was run; save the file again without it",
+        )
+    if "mmap can only be used" in text:
+        return StorageError(
+            "a file is of a format that cannot be read in parts",
+            where=str(path),
+            want="the zip format of torch 1.6 and later",
+            hint="torch.save(torch.load(path, weights_only=True), path)",
+        )
+    return StorageError(
+        "a file cannot be read",
+        where=str(path),
+        want="a whole file that torch.save wrote",
+        got=f"{type(error).__name__}: {text}"[:300],
+    )
+
 
 PIECE = 2**20  # elements that are held in memory at a time
 
@@ -140,3 +236,65 @@ def _copy(x: Tensor, start: int, out: Tensor) -> None:
 
 
 _KNOWN = frozenset(DTYPES.values())
+
+
+def renamed(source: Source, rename: Mapping[str, str] | Callable[[str], str]) -> Source:
+    """Return a source with other names of parameters and buffers, in the optimizer's state too.
+
+    Args:
+        source: leaves "params.<name>", "opt.<slot>.<name>" and "buffers.<name>" are renamed; others stay.
+        rename: new names by old ones, where others stay the same; or a function from old to new name.
+
+    Raises `StorageError` for an unknown old name, a new name that is not a string, and two leaves with the same new
+    name.
+    """
+    places = {path: place for path in source.leaves if (place := _place(path)) is not None}
+    names = dict.fromkeys(name for _, name in places.values())
+    if isinstance(rename, Mapping):
+        for name in rename:
+            if name not in names:
+                raise StorageError(
+                    "there is nothing of this name to rename",
+                    where=source.where,
+                    got=repr(name)[:80],
+                    hint=did_you_mean(str(name), names),
+                )
+        new = {name: rename.get(name, name) for name in names}
+    else:
+        new = {name: rename(name) for name in names}
+    for name, other in new.items():
+        if not isinstance(other, str) or not other:
+            raise StorageError(
+                "a new name is not a string", where=f"{source.where}: {name}", got=repr(other)[:80], want="a name"
+            )
+    old: dict[str, str] = {}
+    for path in source.leaves:
+        prefix, name = places.get(path, (path, ""))
+        path_new = prefix + new[name] if path in places else path
+        if path_new in old:
+            raise StorageError(
+                "two leaves would have one name",
+                where=source.where,
+                got=f"{old[path_new]} and {path}",
+                want=f"one of them as {path_new}",
+            )
+        old[path_new] = path
+
+    def read(path: str, start: int, out: Tensor) -> None:
+        source.read(old[path], start, out)
+
+    now = {was: path for path, was in old.items()}
+    return attrs.evolve(
+        source,
+        leaves={path: source.leaves[was] for path, was in old.items()},
+        read=read,
+        read_box=None,
+        aliases={now[name]: now[first] for name, first in source.aliases.items()},
+    )
+
+
+def _place(path: str) -> tuple[str, str] | None:
+    """Split a key path before the name in it; None if it has no name."""
+    num_parts = {"params": 1, "buffers": 1, "opt": 2}.get(path.split(".")[0], 0)
+    parts = path.split(".", num_parts)
+    return (path.removesuffix(parts[-1]), parts[-1]) if num_parts and len(parts) > num_parts else None

@@ -12,9 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from fds.errors import StorageError
-from fds.storage.disk.small_files import parse_json, read_small
-from fds.storage.foreign.foreign_leaf import ForeignLeaf, source_of, whole
-from fds.storage.foreign.torch_files import open_torch
+from fds.storage.disk.files import parse_json, read_small
+from fds.storage.foreign.foreign_leaf import ForeignLeaf, open_torch, source_of, whole
 from fds.storage.format.manifest import MAX_INT, SavedLeaf
 from fds.storage.format.tensors import CODES, as_bytes, dtype_name
 from fds.storage.source import Source

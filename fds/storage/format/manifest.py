@@ -15,8 +15,8 @@ import cattrs
 
 from fds.errors import StorageError
 from fds.layout import Box
-from fds.storage.disk.open_folder import OpenFolder, hint
-from fds.storage.disk.small_files import open_regular, parse_json, read_small
+from fds.media.locks import open_regular
+from fds.storage.disk.files import OpenFolder, hint, parse_json, read_small
 from fds.storage.disk.writer import checksum
 from fds.storage.format import boxes
 from fds.storage.format.tensors import DTYPES

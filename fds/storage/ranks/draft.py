@@ -19,19 +19,25 @@ from torch import Tensor
 from fds.errors import StorageError
 from fds.state import State
 from fds.step import Step
-from fds.storage.disk import runs
-from fds.storage.disk.extents import span_of
-from fds.storage.disk.folders import checked_tag, forget, latest_known, publish, unpublished
-from fds.storage.disk.hosting import on_host, record_event
-from fds.storage.disk.paths import checked_path
+from fds.storage.disk.copying import on_host, record_event, span_of
+from fds.storage.disk.files import checked_path
+from fds.storage.disk.folders import (
+    check_run_to_save,
+    checked_tag,
+    forget,
+    latest_known,
+    publish,
+    remember_run,
+    run_to_save,
+    unpublished,
+)
 from fds.storage.disk.writer import Span, WrittenChunk, checksum
 from fds.storage.format import manifest as manifests
 from fds.storage.format.manifest import Chunk, File, Manifest, checked_extra
 from fds.storage.format.tensors import DTYPES, check_writable, header
-from fds.storage.ranks.all_leaves import AllLeaves, agreement
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import LeafPart, parts_of
-from fds.storage.ranks.sharing import LeafPiece, all_held, own
+from fds.storage.ranks.sharing import AllLeaves, LeafPiece, agreement, all_held, own
 
 TagValidation = Literal["fail", "warn", "ignore"]
 Write = Callable[[str, bytes, list[Span]], list[list[WrittenChunk]]]  # fds.storage.disk.writer.write
@@ -115,7 +121,7 @@ class Draft:
             options = f"keep={keep}, local={local}, take_over={take_over}"
             same = {"calls made": str(calls), "options": options, **agreement(parts, ranks)}
             same = same if local else {"directory": str(dir), **same}
-            exchange.mine = [tag, _new_time(directory(path, ranks, local)), runs.run_to_save(path), same]
+            exchange.mine = [tag, _new_time(directory(path, ranks, local)), run_to_save(path), same]
         ranks.check_equal([same for *_, same in exchange.all])
         tag = _common_tag([tag for tag, *_ in exchange.all], tag_validation, ranks)
         union = AllLeaves.of(parts, ranks)
@@ -152,8 +158,8 @@ class Draft:
             if self.leads:
                 saving.enter_context(publish(self.dir, self.tag, None if self.local else self.keep, stays=self.local))
                 if not self.take_over:
-                    runs.check_save(self.dir, self.run)
-        runs.remember(self.dir.parent if self.local else self.dir, self.run)
+                    check_run_to_save(self.dir, self.run)
+        remember_run(self.dir.parent if self.local else self.dir, self.run)
 
     def write(self, write: Write) -> RankRecord:
         """Write this rank's share and return its record. Raises `OSError`, and `StorageError`."""

@@ -12,7 +12,7 @@ import attrs
 from fds.collectives import Axis
 from fds.errors import FdsError, RankError, StorageError
 from fds.step import Dimensions, Step
-from fds.storage.disk.paths import read_errors
+from fds.storage.disk.files import read_errors
 
 
 @attrs.define

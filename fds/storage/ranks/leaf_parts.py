@@ -1,13 +1,16 @@
 """Leaf parts: a state as leaves of the plain state by key path, and what this rank holds of each.
 
 Files hold the leaves of the plain state, without ranks and buckets. A slice of a bucket consists of parts of leaves,
-and of padding, which is not saved.
+and of padding, which is not saved. Ranks that train apart between synchronisations have versions of a leaf each: the
+first has the leaf's own name, so that whoever knows nothing of the others reads that; version r of `params.w` is
+`params.w@version1`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -25,7 +28,6 @@ from fds.storage.format import boxes
 from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.format.tensors import dtype_name
 from fds.storage.ranks.exchange import Ranks
-from fds.storage.versions import versioned
 
 ON_HOST = ("calls", "key")  # leaves that are on the CPU on every device
 
@@ -222,3 +224,30 @@ def _plain(value: Any, index: int) -> Any:
             fields = [f for f in attrs.fields(type(value)) if f.init]
             return attrs.evolve(value, **{f.alias: _plain(getattr(value, f.name), index) for f in fields})
     return value
+
+
+_NAME = re.compile(r"(?P<leaf>.*)@version(?P<index>[1-9]\d*)", re.DOTALL)
+
+
+def versioned(name: str, index: int) -> str:
+    """Return the name of version `index` of a leaf."""
+    return f"{name}@version{index}" if index else name
+
+
+def parsed(name: str) -> tuple[str, int]:
+    """Return the name of a leaf without its version, and the version.
+
+    >>> parsed("params.w@version3"), parsed("params.w")
+    (('params.w', 3), ('params.w', 0))
+    """
+    found = _NAME.fullmatch(name)
+    return (name, 0) if found is None else (found["leaf"], int(found["index"]))
+
+
+def nearest(name: str, have: Container[str]) -> str:
+    """Return which of the versions of a leaf version r goes on from: of n that there are, r modulo n."""
+    leaf, index = parsed(name)
+    count = 1
+    while versioned(leaf, count) in have:
+        count += 1
+    return versioned(leaf, index % count)

@@ -16,9 +16,8 @@ import attrs
 
 from fds.collectives import fingerprint
 from fds.errors import StorageError
-from fds.storage.disk.folders import latest, tags, versions
-from fds.storage.disk.open_folder import OpenFolder
-from fds.storage.disk.runs import check_load
+from fds.storage.disk.files import OpenFolder
+from fds.storage.disk.folders import check_run_to_load, latest, tags, versions
 from fds.storage.format import boxes
 from fds.storage.format.manifest import Chunk, Manifest, read_manifest
 from fds.storage.ranks.draft import directory
@@ -29,7 +28,7 @@ SaveId = tuple[str, str]  # tag and time
 SaveParts = list[tuple[Path, Manifest]]  # the folders of one save, and their manifests
 
 
-def opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over: bool) -> Source:
+def open_local(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over: bool) -> Source:
     """Open the save under a tag, by default the last that all ranks have; all of them call this.
 
     A save of which the parts of all ranks are visible is preferred, because it is complete.
@@ -63,7 +62,7 @@ def opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over: bo
                 )
             _check_parts_agree(manifest, manifests[0], str(folder.path), str(held[0].path))
         if not take_over:
-            check_load(dir, held[0].path, manifests[0].run)
+            check_run_to_load(dir, held[0].path, manifests[0].run)
         merged, exchange.mine = _merge(manifests), _common_texts(manifests[0])
     ranks.check_equal(exchange.all)
     return save_source(merged, held, verify=verify)

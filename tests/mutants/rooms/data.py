@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "shares-interleaved",
-        "fds/data/coordinate.py",
+        "fds/data/shares.py",
         "return begin + self.index * part, begin + (self.index + 1) * part",
         "return begin + (self.size - 1 - self.index) * part, begin + (self.size - self.index) * part",
         "ranks read each other's rows",
@@ -13,7 +13,7 @@ MUTANTS = (
     ),
     Mutant(
         "kept-batch-begins-late",
-        "fds/data/stream.py",
+        "fds/data/orders.py",
         "return epoch * self.length + number * self.batch_size",
         "return epoch * self.used + number * self.batch_size - (number == 0 and epoch > 1)",
         "with short last batches the third epoch begins with the last row of the second",
@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         "wrapped-epochs-end-early",
-        "fds/data/stream.py",
+        "fds/data/orders.py",
         "return -(-epochs * self.used // self.batch_size)",
         "return epochs * self.used // self.batch_size",
         "with wrapped batches an epoch lacks the batch that ends in the next one",
@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "persistent-workers-read-the-first-epoch",
-        "fds/data/workers.py",
+        "fds/data/shares.py",
         "self.busy, positions.numbers = True, numbers",
         "self.busy = True",
         "workers that stay read the batches of their first epoch again",
@@ -77,10 +77,10 @@ MUTANTS = (
     ),
     Mutant(
         "permutation-of-a-power-of-two",
-        "fds/data/permutation.py",
+        "fds/data/orders.py",
         "low = (1 << max(length - 1, 0).bit_length()) - 1",
         "low = (1 << max(length - 2, 0).bit_length()) - 1",
         "an epoch of a power of two and one rows has a row twice",
-        "tests/data/test_stream.py fds/data/permutation.py",
+        "tests/data/test_stream.py fds/data/orders.py",
     ),
 )

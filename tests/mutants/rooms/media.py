@@ -5,15 +5,15 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "host-does-not-wait-for-a-gpu",
-        "fds/media/streams.py",
-        "        done.synchronize()",
-        "        pass",
+        "fds/media/device.py",
+        "    if comes:\n        done.synchronize()",
+        "    if comes:\n        pass",
         "an update on the host reads gradients that have not come over yet",
         "tests/media/test_streams.py",
     ),
     Mutant(
         "gpu-does-not-wait-for-the-host",
-        "fds/media/streams.py",
+        "fds/media/device.py",
         "        torch.cuda.current_stream(gpu).wait_event(done)",
         "        pass",
         "a loss computes with parameters that have not come over yet",
@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         "copies-begin-before-what-is-copied",
-        "fds/media/streams.py",
+        "fds/media/device.py",
         "    side.wait_stream(torch.cuda.current_stream(gpu))\n",
         "",
         "a gradient is copied while it is computed",
@@ -29,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory-given-back-while-it-is-copied",
-        "fds/media/host.py",
+        "fds/media/device.py",
         "            done.synchronize()",
         "            pass",
         "memory is unlocked, or used again, while a GPU copies from it",
@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "ranges-are-not-joined",
-        "fds/media/ranges.py",
+        "fds/media/mapping.py",
         "if i and self._ends[i - 1] == start:",
         "if False:",
         "free neighbours do not become one range",
@@ -93,7 +93,7 @@ MUTANTS = (
     ),
     Mutant(
         "children-write-to-their-parents-leaves",
-        "fds/media/files.py",
+        "fds/media/arena.py",
         "        map_private(self.fd, self.base, self.span)\n",
         "",
         "what a forked process writes changes the state of its parent",
@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         "directories-refuse-their-own-threads",
         "fds/media/locks.py",
-        "        if any(one.file == file for one in list(_own)):",
+        "        if any(other.file == lock.file for other in list(_locks) if other is not lock):",
         "        if False:",
         "a directory that another thread lets go of is refused, as if another run had it",
         "tests/media/test_failing_disks.py -k another_thread",

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "leaves-on-disk-saved-through-memory",
-        "fds/storage/disk/extents.py",
+        "fds/storage/disk/copying.py",
         "    return (x.data_ptr(), num_bytes) if extent is None else (extent.offset, num_bytes, extent.fd)",
         "    return (x.data_ptr(), num_bytes)",
         "a save of a state on a disk brings all of it into memory",
@@ -69,7 +69,7 @@ MUTANTS = (
     ),
     Mutant(
         "two-saves-in-one-folder",
-        "fds/storage/disk/locks.py",
+        "fds/media/locks.py",
         "        except BlockingIOError:\n            raise\n        except OSError:",
         "        except OSError:",
         "two processes save into one directory at once",
@@ -173,7 +173,7 @@ MUTANTS = (
     ),
     Mutant(
         "lost-rank-not-noticed",
-        "fds/storage/background.py",
+        "fds/storage/saving.py",
         "    return True\n\n\ndef _path(",
         "    return False\n\n\ndef _path(",
         "a save in the background waits for a rank that died until its timeout",
@@ -181,7 +181,7 @@ MUTANTS = (
     ),
     Mutant(
         "save-in-the-background-unread",
-        "fds/storage/background.py",
+        "fds/storage/saving.py",
         "    readers.add(saving)\n    try:\n        thread",
         "    try:\n        thread",
         "a donating step does not know that a save reads the state",

@@ -133,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "slices-lose-what-does-not-divide",
-        "fds/media/slices.py",
+        "fds/media/activations.py",
         "n = -(-(len(x) // unit) // axis.size) * unit",
         "n = len(x) // unit // axis.size * unit",
         "the last elements of an input that the ranks do not divide are gone",
@@ -141,7 +141,7 @@ MUTANTS = (
     ),
     Mutant(
         "slices-of-other-batches-are-mixed",
-        "fds/media/slices.py",
+        "fds/media/activations.py",
         "not torch.equal(start_gather(part, axis)()[: len(x)], x)",
         "0 * torch.equal(start_gather(part, axis)()[: len(x)], x)",
         "layers are computed again from the slices of several batches",
@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     Mutant(
         "slices-are-compared-by-one-rank",
-        "fds/media/slices.py",
+        "fds/media/activations.py",
         '        axis.start_all_reduce(differs, "max").wait()\n',
         "",
         "the rank whose batch is that of the first ones goes on, and waits for the others for ever",
@@ -173,7 +173,7 @@ MUTANTS = (
     ),
     Mutant(
         "blocks-are-made-anew",
-        "fds/media/blocks.py",
+        "fds/media/activations.py",
         "        weakref.finalize(holder, free.append, block).atexit = False\n",
         "",
         "every microbatch has blocks of its own, as without any",
@@ -181,7 +181,7 @@ MUTANTS = (
     ),
     Mutant(
         "blocks-are-shared",
-        "fds/media/blocks.py",
+        "fds/media/activations.py",
         "block = free.pop()",
         "block = free[-1]",
         "two microbatches in flight have one block",

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from fds.errors import StorageError
 from fds.storage.foreign import deepspeed, weights
-from fds.storage.foreign.torch_files import Inert, open_torch
+from fds.storage.foreign.foreign_leaf import Inert, open_torch
 from tests.storage.foreign.reading import read_all
 
 

@@ -1,4 +1,4 @@
-"""Leaves on a disk: read from their file and written to it, so that none of it stays in this process's memory.
+"""Copies of tensors: to host memory, from which files are written, and from and to extents on a disk.
 
 A leaf on a disk is mapped, and what is read or written through the mapping counts as memory of the process. The file is
 opened once more for that, without O_DIRECT: parts of leaves begin and end anywhere.
@@ -7,6 +7,7 @@ opened once more for that, without O_DIRECT: parts of leaves begin and end anywh
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -14,6 +15,40 @@ from torch import Tensor
 from fds.media import extent_of
 from fds.storage.disk.writer import OpenFiles, Span
 from fds.storage.format.tensors import as_bytes
+
+
+def record_event(tensors: Iterable[Tensor]) -> torch.cuda.Event | None:
+    """Record and return an event on the current stream of the tensors' GPU; None if they are on the CPU."""
+    device = next((x.device for x in tensors if x.is_cuda), None)
+    if device is None:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def on_host(tensors: Iterable[Tensor], after: torch.cuda.Event | None) -> list[Tensor]:
+    """Return the tensors as contiguous tensors in host memory, copied where necessary.
+
+    Copies from a GPU are made after the event, on a separate stream, into pinned memory, and are complete on return.
+    """
+    if after is None:
+        return [_plain(x).to("cpu").contiguous() for x in tensors]
+    tensors = list(tensors)
+    stream = torch.cuda.Stream(next(x.device for x in tensors if x.is_cuda))  # not the current device of this thread
+    stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        found = [_pinned(_plain(x)) if x.is_cuda else _plain(x).contiguous() for x in tensors]
+    stream.synchronize()
+    return found
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.detach().resolve_conj().resolve_neg()
+
+
+def _pinned(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
 
 def span_of(x: Tensor) -> Span:

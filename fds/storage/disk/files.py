@@ -1,0 +1,126 @@
+"""Files and folders that are read: paths of the user's, errors, small files, and folders that stay open."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fds.errors import StorageError, expanded
+from fds.media.locks import open_regular
+
+
+def checked_path(path: object, where: str) -> Path:
+    """Return the user's argument as a path. Raises `StorageError` for anything that is not a valid path."""
+    with contextlib.suppress(TypeError, ValueError):  # paths of bytes, and strings that cannot be encoded
+        if isinstance(path, str | os.PathLike) and b"\0" not in os.fsencode(found := Path(expanded(path))):
+            return found
+    raise StorageError("not a path", where=where, got=repr(path)[:80], want="text or a pathlib.Path")
+
+
+@contextlib.contextmanager
+def read_errors(work: str, path: str | os.PathLike[str] = "") -> Iterator[None]:
+    """Turn an `OSError` inside the block, such as for another user's files, into a `StorageError`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"the file system refuses this {work}",
+            where=str(error.filename or path),
+            got=str(error.strerror or error),
+            want="folders and files that this user may read",
+        ) from error
+
+
+def read_small(path: str | Path, most: int, *, folder: int | None = None) -> bytes:
+    """Return the bytes of a regular file of at most `most` bytes. Raises `OSError`."""
+    with open(open_regular(path, os.O_RDONLY, folder=folder), "rb") as file:
+        too_large = os.fstat(file.fileno()).st_size > most  # before memory is allocated
+        found = b"" if too_large else file.read(most + 1)
+    if too_large or len(found) > most:
+        raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
+    return found
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raises `ValueError`, also for a repeated key in an object."""
+    return json.loads(text, object_pairs_hook=unique_keys)
+
+
+class RepeatedKeys(ValueError):
+    """An object in a JSON text has `keys` (sorted) repeatedly, among its `count` pairs."""
+
+    def __init__(self, keys: list[str], count: int):
+        super().__init__("a key stands twice in one object")
+        self.keys, self.count = keys, count
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs, as an `object_pairs_hook`. Raises `RepeatedKeys` for a repeated key."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = collections.Counter(name for name, _ in pairs)
+        raise RepeatedKeys(sorted(name for name, count in counts.items() if count > 1), len(pairs))
+    return found
+
+
+@attrs.define(eq=False)
+class OpenFolder:
+    """An open folder. It is closed by `close`, or when it is garbage-collected.
+
+    Attributes:
+        path: where it was opened, for messages.
+        fd: its descriptor; -1 when it is closed.
+    """
+
+    path: Path
+    fd: int
+
+    @classmethod
+    def of(cls, path: Path) -> OpenFolder:
+        """Open a folder. Raises `StorageError`."""
+        try:
+            return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+        except OSError as error:
+            raise StorageError(
+                "a save's folder cannot be opened", where=str(path), got=str(error.strerror), hint=hint(error)
+            ) from error
+
+    def has(self, name: str) -> bool:
+        """Return whether the folder has an entry of this name."""
+        try:
+            os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def open(self, name: str) -> int:
+        """Open a file in the folder for reading. Raises `OSError`."""
+        # NOFOLLOW: a link leads out of the folder. NONBLOCK: opening a pipe would wait for its writer.
+        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self.fd)
+
+    def close(self) -> None:
+        """Close the folder; files that were opened in it stay open."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.close()
+
+
+def hint(error: OSError) -> str:
+    """Return a hint for an error of opening a save's folder or file."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "too many files are open: close some, or raise the limit (ulimit -n)"
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+        return "another save under this tag may have replaced it meanwhile: load again"
+    return ""
