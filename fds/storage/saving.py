@@ -28,7 +28,7 @@ from fds.state import State
 from fds.step import Step
 from fds.storage.disk import aside, writer
 from fds.storage.disk.folders import reports_folder, write_errors
-from fds.storage.ranks.draft import Draft, RankRecord, TagValidation
+from fds.storage.ranks.draft import Draft, RankRecord, SaveOptions, TagValidation
 from fds.storage.ranks.exchange import Ranks
 
 
@@ -72,25 +72,15 @@ def save(
     place.
     """
     await_previous()
-    draft = Draft.of(
-        dir,
-        state,
-        step,
-        tag,
-        extra,
-        doing="save",
-        keep=keep,
-        tag_validation=tag_validation,
-        local=local,
-        take_over=take_over,
-    )
+    options = SaveOptions(keep, tag_validation, local, take_over)
+    draft = Draft.of(dir, state, step, tag, extra, options, doing="save")
     with contextlib.ExitStack() as saving:
         draft.begin(saving)
         with draft.ranks.together() as exchange, write_errors(draft.dir):
             exchange.mine = draft.write(writer.write)
         with draft.ranks.together(), write_errors(draft.dir):
             draft.finish(saving, [exchange.mine] if local else exchange.all)
-    if draft.forgets_later:
+    if local:
         with draft.ranks.together():
             draft.forget()
     return draft.folder
@@ -178,19 +168,9 @@ def save_async(
     `saving.wait()` or the next save.
     """
     await_previous()
-    draft = Draft.of(
-        dir,
-        state,
-        step,
-        tag,
-        extra,
-        doing="save_async",
-        keep=keep,
-        tag_validation=tag_validation,
-        local=local,
-        take_over=take_over,
-    )
-    saving = Saving(draft.folder, draft.ranks, draft.forget if draft.forgets_later else None)
+    options = SaveOptions(keep, tag_validation, local, take_over)
+    draft = Draft.of(dir, state, step, tag, extra, options, doing="save_async")
+    saving = Saving(draft.folder, draft.ranks, draft.forget if local else None)
     start_failed = threading.Event()
     with contextlib.ExitStack() as resources:
         draft.begin(resources)
@@ -261,7 +241,7 @@ def _run(
         with write_errors(draft.dir), resources:
             if not draft.leads:
                 _write_part(saving, draft, readers)
-            elif draft.local:
+            elif draft.options.local:
                 draft.finish(resources, [_write(saving, draft, readers)])
             else:
                 _write_and_publish(saving, draft, readers, resources, start_failed)

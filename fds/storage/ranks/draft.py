@@ -44,6 +44,30 @@ Write = Callable[[str, bytes, list[Span]], list[list[WrittenChunk]]]  # fds.stor
 RankRecord = dict[str, Any]  # JSON: what a rank wrote
 
 
+@attrs.frozen
+class SaveOptions:
+    """The arguments of `save` that say how it is written; `save` says what they mean."""
+
+    keep: int | None
+    tag_validation: TagValidation
+    local: bool
+    take_over: bool
+
+    def check(self) -> None:
+        """Raise `StorageError` for values that they cannot have."""
+        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
+            raise StorageError(
+                "not a number of saves to keep", where="keep", got=repr(self.keep)[:40], want="1 or more"
+            )
+        if self.tag_validation not in ("fail", "warn", "ignore"):
+            raise StorageError(
+                "unknown value of tag_validation",
+                where="tag_validation",
+                got=repr(self.tag_validation)[:40],
+                want="'fail', 'warn' or 'ignore'",
+            )
+
+
 @attrs.frozen(eq=False)
 class Draft:
     """A save before it is written, on one rank.
@@ -55,8 +79,6 @@ class Draft:
         union: all leaves of the plain state, which the manifest will list.
         versions: of each part's tensor when the save began: torch's count of in-place writes.
         reached: the CUDA event after which the parts are computed; None on the CPU.
-        local: whether each rank writes what it holds to a directory of its own.
-        take_over: whether another run may have saved here.
     """
 
     dir: Path
@@ -70,9 +92,7 @@ class Draft:
     parts: dict[str, LeafPart]
     union: AllLeaves
     ranks: Ranks
-    keep: int | None
-    local: bool
-    take_over: bool
+    options: SaveOptions
     versions: dict[str, int]
     reached: torch.cuda.Event | None
 
@@ -84,12 +104,9 @@ class Draft:
         step: Step,
         tag: str | None,
         extra: dict[str, Any] | None,
+        options: SaveOptions,
         *,
         doing: str,
-        keep: int | None,
-        tag_validation: TagValidation,
-        local: bool,
-        take_over: bool,
     ) -> Draft:
         """Return the draft of a save by the function named `doing`; all ranks call it.
 
@@ -102,7 +119,7 @@ class Draft:
                 want="a State",
                 hint="fds.save(dir, state, step)",
             )
-        ranks = Ranks.of(step, doing)
+        ranks, local = Ranks.of(step, doing), options.local
         with ranks.together() as exchange:
             path = checked_path(dir, "dir").absolute()  # the working directory may change meanwhile
             if not isinstance(state, State):
@@ -113,17 +130,17 @@ class Draft:
                     hint="fds.save(dir, state, step)",
                 )
             state.check("save")
-            _check_options(keep, tag_validation)
+            options.check()
             step.check(state)
             parts, extra, calls = parts_of(state, ranks), checked_extra(extra), int(state.calls)
             tag = f"step{calls:08d}" if tag is None else checked_tag(tag)
             check_writable({name: part.tensor for name, part in parts.items()})
-            options = f"keep={keep}, local={local}, take_over={take_over}"
-            same = {"calls made": str(calls), "options": options, **agreement(parts, ranks)}
+            agreed = f"keep={options.keep}, local={local}, take_over={options.take_over}"
+            same = {"calls made": str(calls), "options": agreed, **agreement(parts, ranks)}
             same = same if local else {"directory": str(dir), **same}
             exchange.mine = [tag, _new_time(directory(path, ranks, local)), run_to_save(path), same]
         ranks.check_equal([same for *_, same in exchange.all])
-        tag = _common_tag([tag for tag, *_ in exchange.all], tag_validation, ranks)
+        tag = _common_tag([tag for tag, *_ in exchange.all], options.tag_validation, ranks)
         union = AllLeaves.of(parts, ranks)
         return cls(
             directory(path, ranks, local),
@@ -137,9 +154,7 @@ class Draft:
             parts,
             union,
             ranks,
-            keep,
-            local,
-            take_over,
+            options,
             {name: _version(part.tensor) for name, part in parts.items()},
             record_event(part.tensor for part in parts.values()),
         )
@@ -147,23 +162,25 @@ class Draft:
     @property
     def leads(self) -> bool:
         """Whether this rank creates the folder and publishes it."""
-        return self.local or self.ranks.index == 0
+        return self.options.local or self.ranks.index == 0
 
     def begin(self, saving: contextlib.ExitStack) -> None:
         """Create the folder to write into, on the leading rank. Raises `StorageError`, for another run's directory too.
 
         All ranks call it. With the lock, or two runs that begin here at once would both be the first.
         """
+        local = self.options.local
         with self.ranks.together():
             if self.leads:
-                saving.enter_context(publish(self.dir, self.tag, None if self.local else self.keep, stays=self.local))
-                if not self.take_over:
+                keep = None if local else self.options.keep
+                saving.enter_context(publish(self.dir, self.tag, keep, stays=local))
+                if not self.options.take_over:
                     check_run_to_save(self.dir, self.run)
-        remember_run(self.dir.parent if self.local else self.dir, self.run)
+        remember_run(self.dir.parent if local else self.dir, self.run)
 
     def write(self, write: Write) -> RankRecord:
         """Write this rank's share and return its record. Raises `OSError`, and `StorageError`."""
-        pieces = all_held(self.parts) if self.local else own(self.parts, self.union, self.ranks)
+        pieces = all_held(self.parts) if self.options.local else own(self.parts, self.union, self.ranks)
         if not pieces:
             return {"pieces": []}
         hosted = on_host((piece.tensor for piece in pieces), self.reached)
@@ -188,14 +205,9 @@ class Draft:
             manifests.write_manifest(unpublished(self.dir, self.tag), self.manifest(records))
             saving.close()  # publishes the folder
 
-    @property
-    def forgets_later(self) -> bool:
-        """Whether replaced and older tags are kept until all ranks have published this one."""
-        return self.local
-
     def forget(self) -> None:
         """Remove what this tag replaced and older tags, once all ranks have published it. Raises `StorageError`."""
-        forget(self.dir, self.tag, self.keep)
+        forget(self.dir, self.tag, self.options.keep)
 
     def manifest(self, records: list[RankRecord]) -> Manifest:
         """Return the manifest, given the records of the ranks."""
@@ -212,7 +224,7 @@ class Draft:
             for name, leaf in self.union.leaves.items()
         }
         files = {r["file"]: File(r["bytes"], r["header"]) for r in records if r["pieces"]}
-        part = (self.ranks.index, self.ranks.size) if self.local else None
+        part = (self.ranks.index, self.ranks.size) if self.options.local else None
         manifest = Manifest(
             manifests.FORMAT,
             _fds_version(),
@@ -253,18 +265,6 @@ def _common_tag(tags: list[str], validation: TagValidation, ranks: Ranks) -> str
             f"the ranks passed different tags, {', '.join(sorted(set(tags)))}: saved as {tags[0]}", stacklevel=4
         )
     return tags[0]
-
-
-def _check_options(keep: Any, tag_validation: Any) -> None:
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise StorageError("not a number of saves to keep", where="keep", got=repr(keep)[:40], want="1 or more")
-    if tag_validation not in ("fail", "warn", "ignore"):
-        raise StorageError(
-            "unknown value of tag_validation",
-            where="tag_validation",
-            got=repr(tag_validation)[:40],
-            want="'fail', 'warn' or 'ignore'",
-        )
 
 
 def _new_time(dir: Path) -> str:
