@@ -24,7 +24,7 @@ from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step, seen_parameters
 from fds.storage.disk.copying import in_memory
-from fds.storage.disk.files import checked_path
+from fds.storage.disk.files import checked_path, refusal
 from fds.storage.disk.placing import INDEX, replace_files, write_errors
 from fds.storage.disk.writer import BLOCK
 from fds.storage.format import boxes
@@ -77,24 +77,17 @@ def export_weights(
     _check_options(dtype, max_shard_bytes)
     to = checked_path(path, "path")
     if view and (step is None or not isinstance(source, State) or tree != "params"):
-        raise StorageError(
-            "what the loss sees is known of the parameters of a state with its step",
-            where="view",
-            got=f"tree={tree!r:.40}" if tree != "params" else "no step" if isinstance(source, State) else "a directory",
-            want="export_weights(state, path, step=step, view=True)",
-            hint="state, _ = fds.load(dir, step, params); averages: attrs.evolve(state, params=state.slots['ema'])",
-        )
+        got = f"tree={tree!r:.40}" if tree != "params" else "no step" if isinstance(source, State) else "a directory"
+        want = "export_weights(state, path, step=step, view=True)"
+        hint = "state, _ = fds.load(dir, step, params); averages: attrs.evolve(state, params=state.slots['ema'])"
+        raise refusal("what the loss sees is known of the parameters of a state with its step", "view", got, want, hint)
     if isinstance(source, State):
         if tag is not None:
             raise StorageError("a state has no tags", where="export_weights", got=f"tag={tag!r:.40}", want="no tag")
         return _export_state(source, to, dtype, step, tree, max_shard_bytes, view=view)
     if step is not None:
-        raise StorageError(
-            "a saved run is exported by one process, without a step",
-            where="export_weights",
-            got="step=...",
-            want="a state with its step, or a directory without one",
-        )
+        want = "a state with its step, or a directory without one"
+        raise refusal("a saved run is exported by one process, without a step", "export_weights", "step=...", want)
     saved = open_source(source, tag)
     export = Export.of(saved.leaves, to, dtype, tree, max_shard_bytes)
     with export.publishing() as folder, write_errors(export.folder):
@@ -106,19 +99,11 @@ def _check_options(dtype: Any, max_shard_bytes: Any) -> None:
     """Raise `StorageError` for a dtype or a shard size that cannot be exported."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in CODES):
         floats = ", ".join(name for name, x in DTYPES.items() if x.is_floating_point)
-        raise StorageError(
-            "weights cannot be cast to this",
-            where="dtype",
-            got=repr(dtype)[:40],
-            want=f"None, or of torch's dtypes {floats}",
-        )
+        where = "dtype"
+        raise refusal("weights cannot be cast to this", where, repr(dtype)[:40], f"None, or of torch's dtypes {floats}")
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
-        raise StorageError(
-            "not a size of a file",
-            where="max_shard_bytes",
-            got=repr(max_shard_bytes)[:40],
-            want="a number of bytes, 1 or more",
-        )
+        where = "max_shard_bytes"
+        raise refusal("not a size of a file", where, repr(max_shard_bytes)[:40], "a number of bytes, 1 or more")
 
 
 def _export_state(

@@ -20,7 +20,7 @@ from fds.state import State
 from fds.step import Step, beginning, same_composition
 from fds.storage import foreign
 from fds.storage.disk.copying import is_on_disk, put
-from fds.storage.disk.files import OpenFolder, checked_path
+from fds.storage.disk.files import OpenFolder, checked_path, refusal
 from fds.storage.disk.folders import SAVING, check_run_to_load, find, last_run, remember_run
 from fds.storage.disk.reader import touch_fresh
 from fds.storage.disk.writer import BLOCK
@@ -85,13 +85,10 @@ def load(
     ranks = Ranks.of(step, "load")
     with ranks.together():
         if isinstance(params, Sharded):
-            raise StorageError(
-                "the structure of whole parameters cannot be derived from slices",
-                where="params",
-                got="the sharded params of a state",
-                want="the argument of step.init",
-                hint="dict(module.named_parameters()); only structure is read",
-            )
+            got = "the sharded params of a state"
+            want = "the argument of step.init"
+            hint = "dict(module.named_parameters()); only structure is read"
+            raise refusal("the structure of whole parameters cannot be derived from slices", "params", got, want, hint)
         path = checked_path(dir, "dir")
         options = MatchOptions(checked_slots(slots), strict, params_only, without_optimizer, without_schedule)
     source = (open_local if local else _open_save)(path, tag, ranks, verify, take_over)
@@ -127,11 +124,9 @@ def fill(source: Source, step: Step, params: Any, options: MatchOptions, ranks: 
         template = step.init(params, key=key)
     with ranks.together():
         if "params" in missing and device.type != "meta" and any(x.is_meta for x in tree.leaves(template.params)):
-            raise StorageError(
-                "a parameter that the save lacks has no values",
-                where=source.where,
-                got="meta tensors",
-                want="parameters with values, or a recipe",
+            where, got = source.where, "meta tensors"
+            raise refusal(
+                "a parameter that the save lacks has no values", where, got, "parameters with values, or a recipe"
             )
         state = template if "params" in missing else blank(step, template, device)
         _read(parts_of(attrs.evolve(state, opt={}, slots={}), ranks), names, source)

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from fds.errors import StorageError, StorageWarning, did_you_mean
+from fds.storage.disk.files import refusal
 from fds.storage.format.manifest import SavedLeaf
 from fds.storage.ranks.leaf_parts import nearest, parsed
 from fds.storage.source import Source
@@ -61,12 +62,7 @@ def checked_slots(slots: Any) -> tuple[str, ...]:
     """Return the argument `slots` of `load` as a tuple. Raises `StorageError`."""
     found = (slots,) if isinstance(slots, str) else tuple(slots) if isinstance(slots, Iterable) else (slots,)
     if any(one not in SLOTS for one in found):
-        raise StorageError(
-            "unknown value of slots",
-            where="slots",
-            got=repr(slots)[:60],
-            want="'init', 'drop' or both: ('init', 'drop')",
-        )
+        raise refusal("unknown value of slots", "slots", repr(slots)[:60], "'init', 'drop' or both: ('init', 'drop')")
     return found
 
 

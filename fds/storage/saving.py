@@ -27,6 +27,7 @@ from fds.media.locks import lock_file
 from fds.state import State
 from fds.step import Step
 from fds.storage.disk import aside, writer
+from fds.storage.disk.files import refusal
 from fds.storage.disk.folders import reports_folder, write_errors
 from fds.storage.ranks.draft import Draft, RankRecord, SaveOptions, TagValidation
 from fds.storage.ranks.exchange import Ranks
@@ -134,12 +135,8 @@ class Saving:
 
     def _join(self) -> None:
         if os.getpid() != self.pid:
-            raise StorageError(
-                "a process that was forked cannot wait for its parent's save",
-                where=str(self.folder),
-                got=f"process {os.getpid()}",
-                want=f"process {self.pid}",
-            )
+            got, want = f"process {os.getpid()}", f"process {self.pid}"
+            raise refusal("a process that was forked cannot wait for its parent's save", str(self.folder), got, want)
         assert self.thread is not None
         self.thread.join()
 

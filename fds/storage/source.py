@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fds.errors import StorageError
 from fds.layout import Box
-from fds.storage.disk.files import OpenFolder
+from fds.storage.disk.files import OpenFolder, refusal
 from fds.storage.disk.reader import Files
 from fds.storage.disk.writer import BLOCK
 from fds.storage.format import boxes
@@ -213,11 +213,8 @@ def blank_like(leaf: SavedLeaf, length: int) -> Tensor:
     try:
         return torch.empty(length, dtype=dtype, device="cpu")
     except RuntimeError as error:
-        raise StorageError(
-            "there is not enough memory to read this",
-            where=str(leaf)[:80],
-            got=f"{length * dtype.itemsize} bytes at once",
-        ) from error
+        got = f"{length * dtype.itemsize} bytes at once"
+        raise refusal("there is not enough memory to read this", str(leaf)[:80], got) from error
 
 
 def spans(leaf: SavedLeaf) -> Iterator[tuple[int, int]]:

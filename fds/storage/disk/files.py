@@ -17,6 +17,11 @@ from fds.errors import StorageError, expanded
 from fds.media.locks import open_regular
 
 
+def refusal(what: str, where: str = "", got: str = "", want: str = "", hint: str = "") -> StorageError:
+    """Return the error with these fields: in one line where it is raised."""
+    return StorageError(what, where=where, got=got, want=want, hint=hint)
+
+
 def checked_path(path: object, where: str) -> Path:
     """Return the user's argument as a path. Raises `StorageError` for anything that is not a valid path."""
     with contextlib.suppress(TypeError, ValueError):  # paths of bytes, and strings that cannot be encoded

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from fds.errors import StorageError, nearest
 from fds.media.locks import lock_file
-from fds.storage.disk.files import read_small
+from fds.storage.disk.files import read_small, refusal
 from fds.storage.format import manifest
 from fds.storage.format.manifest import read_manifest, run_of
 
@@ -33,12 +33,8 @@ LATEST, SAVING, LOCK = "latest", ".saving", ".lock"
 def checked_tag(tag: object) -> str:
     """Return `tag` if it is valid as the name of a folder. Raises `StorageError`."""
     if not isinstance(tag, str) or not re.fullmatch(r"\w[\w.+=,@-]*", tag) or tag.lower() == LATEST:
-        raise StorageError(
-            "not a tag",
-            where="tag",
-            got=repr(tag)[:80],
-            want=f"letters, digits and any of _.+=,@- after the first, and not {LATEST!r}",
-        )
+        want = f"letters, digits and any of _.+=,@- after the first, and not {LATEST!r}"
+        raise refusal("not a tag", "tag", repr(tag)[:80], want)
     return tag
 
 
@@ -57,23 +53,13 @@ def find(dir: Path, tag: str | None) -> Path:
     """Return the folder of a tag, by default the last. Raises a `StorageError` that lists the tags."""
     known = tags(dir) if dir.is_dir() else []
     if not known:
-        raise StorageError(
-            "there is no save here",
-            where=str(dir),
-            want="a directory that fds.save wrote",
-            got="nothing" if not dir.exists() else "a directory" if dir.is_dir() else "a file",
-            hint=_hint(dir),
-        )
+        got = "nothing" if not dir.exists() else "a directory" if dir.is_dir() else "a file"
+        raise refusal("there is no save here", str(dir), got, "a directory that fds.save wrote", _hint(dir))
     where = dir if tag is not None else dir / LATEST
     tag = _latest(dir, known) if tag is None else tag
     if tag not in known:
-        raise StorageError(
-            "there is no save under this tag",
-            where=str(where),
-            got=repr(tag)[:80],
-            want="one of " + ", ".join(map(repr, known)),
-            hint=nearest(str(tag), known),
-        )
+        want = "one of " + ", ".join(map(repr, known))
+        raise refusal("there is no save under this tag", str(where), repr(tag)[:80], want, nearest(str(tag), known))
     return versions(dir, tag)[0]
 
 
@@ -162,12 +148,9 @@ def _put_in_place(dir: Path, tag: str, new: Path) -> None:
     try:
         sync(dir)
     except OSError as error:
-        raise StorageError(
-            "the save is in its place, but may not outlive a power failure",
-            where=str(dir),
-            got=str(error.strerror),
-            want="a directory whose names can be made durable",
-            hint="save again, elsewhere if this disk is failing",
+        want, hint = "a directory whose names can be made durable", "save again, elsewhere if this disk is failing"
+        raise refusal(
+            "the save is in its place, but may not outlive a power failure", str(dir), str(error.strerror), want, hint
         ) from error
 
 
@@ -213,13 +196,8 @@ def _clear(dir: Path, stays: bool) -> None:
     saving = dir / SAVING
     for path in (saving, saving / "old"):
         if path.is_symlink():
-            raise StorageError(
-                "a link in place of a folder",
-                where=str(path),
-                got=f"a link to {os.readlink(path)}",
-                want="a folder or nothing",
-                hint="remove the link",
-            )
+            got = f"a link to {os.readlink(path)}"
+            raise refusal("a link in place of a folder", str(path), got, "a folder or nothing", "remove the link")
     for old in _replaced(dir):
         if not os.path.lexists(place := dir / old.name.rstrip("~")):
             os.rename(old, place)
@@ -248,12 +226,9 @@ def _latest(dir: Path, known: list[str]) -> str:
     try:
         return latest(dir)
     except (OSError, UnicodeError) as error:
-        raise StorageError(
-            "it is not known which save is the last",
-            where=str(dir / LATEST),
-            got=str(getattr(error, "strerror", error)),
-            want="one of " + ", ".join(map(repr, known)),
-            hint=f"load(..., tag={known[-1]!r})",
+        got, want = str(getattr(error, "strerror", error)), "one of " + ", ".join(map(repr, known))
+        raise refusal(
+            "it is not known which save is the last", str(dir / LATEST), got, want, f"load(..., tag={known[-1]!r})"
         ) from error
 
 
@@ -270,13 +245,8 @@ def _hint(dir: Path) -> str:
 def _check_replaceable(folder: Path) -> None:
     """Raise `StorageError` for what must not be replaced: a file, or a folder with other files than a save has."""
     if os.path.lexists(folder) and (unexpected := _not_a_save(folder)):
-        raise StorageError(
-            "what exists under this tag is not a save, and is not replaced",
-            where=str(folder),
-            got=unexpected,
-            want=f"nothing, or {manifest.NAME} and *.safetensors",
-            hint="choose another tag",
-        )
+        where, want, hint = str(folder), f"nothing, or {manifest.NAME} and *.safetensors", "choose another tag"
+        raise refusal("what exists under this tag is not a save, and is not replaced", where, unexpected, want, hint)
 
 
 def _not_a_save(folder: Path) -> str:
@@ -297,12 +267,8 @@ def _locked(dir: Path) -> Iterator[None]:
         try:
             locks.enter_context(lock_file(dir / LOCK))
         except BlockingIOError:
-            raise StorageError(
-                "another save is writing here",
-                where=str(dir),
-                want="one save at a time",
-                hint="give each run a directory of its own",
-            ) from None
+            hint = "give each run a directory of its own"
+            raise refusal("another save is writing here", str(dir), want="one save at a time", hint=hint) from None
         yield
 
 
@@ -312,12 +278,9 @@ def write_errors(dir: Path, work: str = "save") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"the file system refuses this {work}",
-            where=str(error.filename or dir),
-            got=str(error.strerror or error),
-            want=f"a directory that can be written: {dir}",
-            hint="existing files are unchanged",
+        want, hint = f"a directory that can be written: {dir}", "existing files are unchanged"
+        raise refusal(
+            f"the file system refuses this {work}", str(error.filename or dir), str(error.strerror or error), want, hint
         ) from error
 
 
@@ -356,13 +319,9 @@ def last_run(dir: Path) -> str | None:
 def check_run_to_save(dir: Path, run: str) -> None:
     """Raise `StorageError` where the last save of a directory is of another run than the one that is to save."""
     if (other := last_run(dir)) not in (None, run):
-        raise StorageError(
-            "another run has saved here",
-            where=str(dir),
-            got=_described(dir / latest_known(dir), other),
-            want="the run that this process began or loaded here",
-            hint="fds.load from here first to go on with that run; else another directory, or take_over=True",
-        )
+        want = "the run that this process began or loaded here"
+        hint = "fds.load from here first to go on with that run; else another directory, or take_over=True"
+        raise refusal("another run has saved here", str(dir), _described(dir / latest_known(dir), other), want, hint)
 
 
 def check_run_to_load(dir: Path, folder: Path, run: str | None) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from fds.errors import StorageError
 from fds.media.locks import hold_lock
 from fds.storage.disk import folders
+from fds.storage.disk.files import refusal
 from fds.storage.disk.folders import sync
 from fds.storage.format.manifest import NAME
 
@@ -56,12 +57,8 @@ def _put_in_place(folder: Path, hidden: Path, names: list[str]) -> None:
     old = [n for n in os.listdir(folder) if n == names[0] or (weights and _WEIGHTS.fullmatch(n))]
     for name in old:
         if not (folder / name).is_file():
-            raise StorageError(
-                "what exists under the name of a file is not a file",
-                where=str(folder / name),
-                want="a file or nothing",
-                hint="choose another path",
-            )
+            where, want, hint = str(folder / name), "a file or nothing", "choose another path"
+            raise refusal("what exists under the name of a file is not a file", where, want=want, hint=hint)
     aside = Path(tempfile.mkdtemp(prefix="old.", dir=hidden))
     moved, new = [], []
     try:
@@ -109,9 +106,7 @@ def _hidden_folder(hidden: Path) -> Iterator[Path]:
         try:
             locks.enter_context(hold_lock(fd))
         except BlockingIOError:
-            raise StorageError(
-                "another export is writing here", where=str(hidden.parent), want="one export at a time"
-            ) from None
+            raise refusal("another export is writing here", str(hidden.parent), want="one export at a time") from None
         if not os.path.samestat(os.fstat(fd), os.stat(hidden)):
             raise FileNotFoundError(0, "another export has just ended here: try again", str(hidden))
         _clear(hidden)

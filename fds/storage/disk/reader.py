@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fds.errors import StorageError
 from fds.storage.disk import writer
-from fds.storage.disk.files import OpenFolder, hint
+from fds.storage.disk.files import OpenFolder, hint, refusal
 from fds.storage.format.manifest import File
 
 MOST = 64  # files that are open at a time
@@ -54,23 +54,12 @@ class Files:
         """
         fd = self._opened(file)
         if offset < self._data[file]:
-            raise StorageError(
-                "a chunk inside the header of its file",
-                where=where,
-                got=f"byte {offset}",
-                want=f"{self._data[file]} or more",
-                hint="load another tag",
-            )
+            want = f"{self._data[file]} or more"
+            raise refusal("a chunk inside the header of its file", where, f"byte {offset}", want, "load another tag")
         data = out.numpy().data
         _fill(fd, data, offset, where)
         if self.verify and (got := writer.checksum(data)) != checksum:
-            raise StorageError(
-                _CHANGED,
-                where=where,
-                got=got,
-                want=checksum,
-                hint="a byte flipped on the disk or on the way; load another tag",
-            )
+            raise refusal(_CHANGED, where, got, checksum, "a byte flipped on the disk or on the way; load another tag")
 
     def check_file(self, file: str) -> None:
         """Raise `StorageError` if a file is missing, not a regular file, or of another size or header."""

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from fds.errors import StorageError
-from fds.storage.disk.files import read_small
+from fds.storage.disk.files import read_small, refusal
 from fds.storage.foreign.foreign_leaf import Inert, open_torch
 
 # The classes that DeepSpeed pickles. Their objects are read as attributes without behaviour.
@@ -55,22 +55,14 @@ def find(dir: Path, tag: str | None) -> Path:
         try:
             tag = read_small(Path(os.path.realpath(latest)), 1000).decode().strip()
         except (OSError, UnicodeError) as error:
-            raise StorageError(
-                "this is not a directory of DeepSpeed's checkpoints",
-                where=str(dir),
-                got=str(error),
-                want="the file `latest` in it, or tag=...",
-            ) from error
+            want = "the file `latest` in it, or tag=..."
+            raise refusal("this is not a directory of DeepSpeed's checkpoints", str(dir), str(error), want) from error
     if not isinstance(tag, str) or not tag or "\0" in tag or os.path.isabs(tag) or ".." in Path(tag).parts:
         raise StorageError("not a tag", where=str(dir), got=repr(tag)[:80], want="the name of a folder in it")
     if not (dir / tag).is_dir():
         known = sorted(p.name for p in dir.iterdir() if p.is_dir()) if dir.is_dir() else []
-        raise StorageError(
-            "there is no checkpoint under this tag",
-            where=str(dir),
-            got=repr(tag)[:80],
-            want="one of " + ", ".join(known[:20]),
-        )
+        where = str(dir)
+        raise refusal("there is no checkpoint under this tag", where, repr(tag)[:80], "one of " + ", ".join(known[:20]))
     return dir / tag
 
 
@@ -113,13 +105,8 @@ def attributes(x: Any) -> dict[str, Any]:
 
 def _put(files: dict, place: Any, name: str, folder: Path) -> None:
     if place in files:
-        raise StorageError(
-            "two files are of the same rank or layer",
-            where=str(folder),
-            got=f"{files[place]} and {name}",
-            want="one",
-            hint="one was left by an earlier save under this tag",
-        )
+        hint = "one was left by an earlier save under this tag"
+        raise refusal("two files are of the same rank or layer", str(folder), f"{files[place]} and {name}", "one", hint)
     files[place] = name
 
 
@@ -150,13 +137,8 @@ def _check_supported(folder: Path, names: list[str]) -> None:
         if got:
             raise StorageError(what, where=str(folder), got=", ".join(got[:3]))
     if not any(_MODEL.fullmatch(name) or _MODEL_SLICE.fullmatch(name) for name in names):
-        raise StorageError(
-            "there is no DeepSpeed checkpoint here",
-            where=str(folder),
-            got=", ".join(names[:5]),
-            want="files *_model_states.pt",
-            hint="it is in the folders below: tag=..." if "latest" in names else "",
-        )
+        want, hint = "files *_model_states.pt", "it is in the folders below: tag=..." if "latest" in names else ""
+        raise refusal("there is no DeepSpeed checkpoint here", str(folder), ", ".join(names[:5]), want, hint)
 
 
 def _check_complete(checkpoint: Checkpoint) -> None:
@@ -165,27 +147,17 @@ def _check_complete(checkpoint: Checkpoint) -> None:
     dims = first.get("checkpoint_parallel_dimensions")
     split = dims.get("tp_degree", 1) if isinstance(dims, dict) else 1
     if split not in (1, None) or (len(checkpoint.stages) > 1 and not checkpoint.layers):
-        raise StorageError(
-            "tensor parallelism is not imported",
-            where=where,
-            got=f"tp_degree {split}, {len(checkpoint.stages)} files mp_rank_*",
-        )
+        got = f"tp_degree {split}, {len(checkpoint.stages)} files mp_rank_*"
+        raise refusal("tensor parallelism is not imported", where, got)
     if "ds_autoep_layers" in first or "autoep_layers" in first or first.get("num_experts"):
         raise StorageError("mixtures of experts are not imported", where=where)
     for i, stage in enumerate(checkpoint.stages):
         for key, num in (("pp_degree", len(checkpoint.stages)), ("dp_world_size", len(stage.slices) or None)):
             stated = dims.get(key) if key == "pp_degree" and isinstance(dims, dict) else stage.models[0].get(key)
             if type(stated) is int and num is not None and stated != num:
-                raise StorageError(
-                    "files of the checkpoint are missing, or left over from another",
-                    where=where,
-                    got=f"{num} of {key}, at stage {i}",
-                    want=str(stated),
-                )
+                got = f"{num} of {key}, at stage {i}"
+                raise refusal("files of the checkpoint are missing, or left over from another", where, got, str(stated))
         universal = (checkpoint.folder / UNIVERSAL).is_dir()  # its slices were merged
         if len(stage.models) not in (1, len(stage.slices)) and not universal:
-            raise StorageError(
-                "files of the checkpoint are missing, or left over from another",
-                where=where,
-                got=f"{len(stage.models)} of the model, {len(stage.slices)} of the optimizer",
-            )
+            got = f"{len(stage.models)} of the model, {len(stage.slices)} of the optimizer"
+            raise refusal("files of the checkpoint are missing, or left over from another", where, got)

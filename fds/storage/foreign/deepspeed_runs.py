@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fds.errors import StorageError
+from fds.storage.disk.files import refusal
 from fds.storage.foreign.deepspeed_files import UNIVERSAL, Checkpoint, StageFiles, attributes, find, open_checkpoint
 from fds.storage.foreign.deepspeed_state import OptimizerState, by_name, by_number, by_zero
 from fds.storage.foreign.foreign_leaf import ForeignLeaf, equal, joined, number, source_of, whole
@@ -76,12 +77,8 @@ def deepspeed(dir: str | os.PathLike[str], tag: str | None = None) -> Source:
     except StorageError:
         raise
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
-        raise StorageError(
-            "a file of the checkpoint does not hold what DeepSpeed puts there",
-            where=str(folder),
-            got=f"{type(error).__name__}: {error}"[:200],
-            want="a checkpoint of DeepSpeed 0.19.6",
-        ) from error
+        where, got, want = str(folder), f"{type(error).__name__}: {error}"[:200], "a checkpoint of DeepSpeed 0.19.6"
+        raise refusal("a file of the checkpoint does not hold what DeepSpeed puts there", where, got, want) from error
     if lost:
         warnings.warn(f"{folder}: {'; '.join(lost)}", stacklevel=2)
     return source
@@ -108,12 +105,8 @@ def _assembled(checkpoint: Checkpoint) -> tuple[Source, list[str]]:
         own = {name: whole(x, f"{where}: {name}") for name, x in module.params.items()}
         for name, one in {**own, **module.frozen, **found.masters}.items():
             if name in own and own[name].leaf.shape != one.leaf.shape:
-                raise StorageError(
-                    "a parameter has another shape in the optimizer",
-                    where=f"{where}: {name}",
-                    got=str(one.leaf),
-                    want=str(own[name].leaf),
-                )
+                want = str(own[name].leaf)
+                raise refusal("a parameter has another shape in the optimizer", f"{where}: {name}", str(one.leaf), want)
             other = params.setdefault(name.removeprefix(TIED), one)
             if other is not one and not equal(other, one):  # DeepSpeed ties one attribute of a layer
                 apart.append(f"the stages differ in {name.removeprefix(TIED)}, taken from the first")

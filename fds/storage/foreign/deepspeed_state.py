@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fds.errors import StorageError
+from fds.storage.disk.files import refusal
 from fds.storage.foreign.deepspeed_files import StageFiles, attributes
 from fds.storage.foreign.foreign_leaf import ForeignLeaf, checked, joined, open_torch, whole
 
@@ -50,12 +51,8 @@ def by_zero(stage: StageFiles, params: Shapes, where: str) -> OptimizerState:
     for state in states:
         counts = state["partition_count"]
         if (max(counts) if isinstance(counts, list) else counts) != len(states):
-            raise StorageError(
-                "files of the checkpoint are missing, or left over from another",
-                where=where,
-                got=f"{len(states)} files *_optim_states.pt",
-                want=str(counts)[:80],
-            )
+            got, want = f"{len(states)} files *_optim_states.pt", str(counts)[:80]
+            raise refusal("files of the checkpoint are missing, or left over from another", where, got, want)
     three = "fp32_flat_groups" in states[0]
     layout = sharded if three else sliced
     flats = [state["fp32_flat_groups" if three else "single_partition_of_fp32_groups"] for state in states]
@@ -148,12 +145,7 @@ def _reshaped(x: Any, shape: tuple[int, ...], where: str) -> ForeignLeaf:
         return joined(shape, [x], where)
     kept = whole(x, where)
     if kept.leaf.shape != shape:
-        raise StorageError(
-            "a tensor has another shape than its parameter",
-            where=where,
-            got=str(kept.leaf),
-            want=str(torch.Size(shape)),
-        )
+        raise refusal("a tensor has another shape than its parameter", where, str(kept.leaf), str(torch.Size(shape)))
     return kept
 
 
@@ -178,12 +170,8 @@ def sliced(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, Foreig
         start += numel
     have = sum(x.numel() for x in slices)
     if not start <= have < start + 2 * len(slices):
-        raise StorageError(
-            "the slices of a group do not fit its parameters",
-            where=where,
-            got=f"{have} elements",
-            want=f"{start}, and less than {2 * len(slices)} of padding",
-        )
+        want = f"{start}, and less than {2 * len(slices)} of padding"
+        raise refusal("the slices of a group do not fit its parameters", where, f"{have} elements", want)
     return kept
 
 
@@ -198,12 +186,8 @@ def sharded(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, Forei
         kept[name] = joined(shape, [x[start : start + share] for x in slices], f"{where}: {name}")
         start += share
     if any(x.numel() != start for x in slices):
-        raise StorageError(
-            "the slices of a group do not fit its parameters",
-            where=where,
-            got=", ".join(str(x.numel()) for x in slices)[:80],
-            want=f"{start} each",
-        )
+        got = ", ".join(str(x.numel()) for x in slices)[:80]
+        raise refusal("the slices of a group do not fit its parameters", where, got, f"{start} each")
     return kept
 
 
@@ -221,21 +205,15 @@ def shapes_by_slice(ranks: Sequence[Any], known: Shapes, where: str) -> list[Sha
     for group in groups:
         for name, numel in group.items():
             if name not in known or torch.Size(known[name]).numel() != numel:
-                raise StorageError(
-                    "a parameter of the optimizer is not in the model",
-                    where=f"{where}: {name}",
-                    got=str(known.get(name)),
-                    want=f"a tensor of {numel} elements",
-                )
+                got, want = str(known.get(name)), f"a tensor of {numel} elements"
+                raise refusal("a parameter of the optimizer is not in the model", f"{where}: {name}", got, want)
     return [{name: known[name] for name in group} for group in groups]
 
 
 def _flat(ranks: Sequence[Any], where: str) -> list[Tensor]:
     flats = [checked(x, where).detach() for x in ranks]
     if not flats or any(x.dim() != 1 for x in flats):
-        raise StorageError(
-            "a slice of a group is not flat", where=where, got=", ".join(str(tuple(x.shape)) for x in flats)
-        )
+        raise refusal("a slice of a group is not flat", where, ", ".join(str(tuple(x.shape)) for x in flats))
     return flats
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fds.errors import StorageError, did_you_mean
+from fds.storage.disk.files import refusal
 from fds.storage.format.manifest import SavedLeaf
 from fds.storage.format.tensors import DTYPES, dtype_name
 from fds.storage.source import Source
@@ -134,12 +135,8 @@ def source_of(where: str, kept: Mapping[str, ForeignLeaf], extra: dict[str, Any]
         leaf = kept[name].leaf
         numel = torch.Size(leaf.shape).numel()
         if out.dtype != DTYPES[leaf.dtype] or start < 0 or start + out.numel() > numel:
-            raise StorageError(
-                "a leaf has no such elements",
-                where=f"{where}: {name}",
-                got=f"{start} to {start + out.numel()}, {out.dtype}",
-                want=f"0 to {numel}, torch.{leaf.dtype}",
-            )
+            got = f"{start} to {start + out.numel()}, {out.dtype}"
+            raise refusal("a leaf has no such elements", f"{where}: {name}", got, f"0 to {numel}, torch.{leaf.dtype}")
         if out.numel():
             kept[name].read(start, out)
 
@@ -171,12 +168,9 @@ def joined(shape: Sequence[int], pieces: Sequence[Tensor], where: str) -> Foreig
         checked(piece, where)
     numel, ends = torch.Size(shape).numel(), list(accumulate(piece.numel() for piece in pieces))
     if len({piece.dtype for piece in pieces}) != 1 or ends[-1] < numel:
-        raise StorageError(
-            "the pieces of a tensor do not fit its shape",
-            where=where,
-            got=", ".join(f"{dtype_name(piece.dtype)} {tuple(piece.shape)}" for piece in pieces)[:200] or "none",
-            want=f"{numel} elements of one dtype, for shape {tuple(shape)}",
-        )
+        got = ", ".join(f"{dtype_name(piece.dtype)} {tuple(piece.shape)}" for piece in pieces)[:200] or "none"
+        want = f"{numel} elements of one dtype, for shape {tuple(shape)}"
+        raise refusal("the pieces of a tensor do not fit its shape", where, got, want)
 
     def read(start: int, out: Tensor) -> None:
         for piece, end in zip(pieces, ends, strict=True):
@@ -207,12 +201,7 @@ def checked(x: Any, where: str) -> Tensor:
     plain = type(x) in (Tensor, Parameter) and x.layout == torch.strided and x.device.type == "cpu"
     if not plain or x.dtype not in _KNOWN:
         got = f"{type(x).__name__}" + (f" {x.dtype}, {x.layout}, {x.device}" if isinstance(x, Tensor) else "")
-        raise StorageError(
-            "this is not a tensor that a state can hold",
-            where=where,
-            got=got,
-            want=f"a dense one of {', '.join(DTYPES)}",
-        )
+        raise refusal("this is not a tensor that a state can hold", where, got, f"a dense one of {', '.join(DTYPES)}")
     return x
 
 
@@ -253,31 +242,21 @@ def renamed(source: Source, rename: Mapping[str, str] | Callable[[str], str]) ->
     if isinstance(rename, Mapping):
         for name in rename:
             if name not in names:
-                raise StorageError(
-                    "there is nothing of this name to rename",
-                    where=source.where,
-                    got=repr(name)[:80],
-                    hint=did_you_mean(str(name), names),
-                )
+                hint = did_you_mean(str(name), names)
+                raise refusal("there is nothing of this name to rename", source.where, repr(name)[:80], hint=hint)
         new = {name: rename.get(name, name) for name in names}
     else:
         new = {name: rename(name) for name in names}
     for name, other in new.items():
         if not isinstance(other, str) or not other:
-            raise StorageError(
-                "a new name is not a string", where=f"{source.where}: {name}", got=repr(other)[:80], want="a name"
-            )
+            raise refusal("a new name is not a string", f"{source.where}: {name}", repr(other)[:80], "a name")
     old: dict[str, str] = {}
     for path in source.leaves:
         prefix, name = places.get(path, (path, ""))
         path_new = prefix + new[name] if path in places else path
         if path_new in old:
-            raise StorageError(
-                "two leaves would have one name",
-                where=source.where,
-                got=f"{old[path_new]} and {path}",
-                want=f"one of them as {path_new}",
-            )
+            got = f"{old[path_new]} and {path}"
+            raise refusal("two leaves would have one name", source.where, got, f"one of them as {path_new}")
         old[path_new] = path
 
     def read(path: str, start: int, out: Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fds.errors import StorageError
-from fds.storage.disk.files import parse_json, read_small
+from fds.storage.disk.files import parse_json, read_small, refusal
 from fds.storage.foreign.foreign_leaf import ForeignLeaf, open_torch, source_of, whole
 from fds.storage.format.manifest import MAX_INT, SavedLeaf
 from fds.storage.format.tensors import CODES, as_bytes, dtype_name
@@ -50,21 +50,14 @@ def _in_directory(folder: Path) -> Path:
     for kind in kinds:
         found = sorted(folder.glob(kind))
         if len(found) > 1:
-            raise StorageError(
-                "a directory has several files of weights",
-                where=str(folder),
-                got=", ".join(p.name for p in found[:5]),
-                want="one, or an index of them all",
-                hint=f"give the file: weights({str(found[0])!r})",
+            got, hint = ", ".join(p.name for p in found[:5]), f"give the file: weights({str(found[0])!r})"
+            raise refusal(
+                "a directory has several files of weights", str(folder), got, "one, or an index of them all", hint
             )
         if found:
             return found[0]
-    raise StorageError(
-        "there are no weights here",
-        where=str(folder),
-        got=", ".join(sorted(os.listdir(folder))[:5]),
-        want=f"one of {', '.join(kinds)}",
-    )
+    got = ", ".join(sorted(os.listdir(folder))[:5])
+    raise refusal("there are no weights here", str(folder), got, f"one of {', '.join(kinds)}")
 
 
 def _tensors(file: Path) -> dict[str, ForeignLeaf]:
@@ -74,12 +67,8 @@ def _tensors(file: Path) -> dict[str, ForeignLeaf]:
     if file.name.endswith(TORCH):
         found = _state_dict(open_torch(file), str(file))
         return {name: whole(x, f"{file}: {name}") for name, x in found.items()}
-    raise StorageError(
-        "this is not a file of weights",
-        where=str(file),
-        got=file.name[:80] if os.path.exists(file) else "nothing",
-        want=f"a name that ends in {', '.join((SAFETENSORS, *TORCH, INDEX))}",
-    )
+    where, want = str(file), f"a name that ends in {', '.join((SAFETENSORS, *TORCH, INDEX))}"
+    raise refusal("this is not a file of weights", where, file.name[:80] if os.path.exists(file) else "nothing", want)
 
 
 def _indexed(index: Path) -> Iterator[tuple[str, ForeignLeaf]]:
@@ -90,46 +79,27 @@ def _indexed(index: Path) -> Iterator[tuple[str, ForeignLeaf]]:
         if not table or not all(isinstance(name, str) for name in (*table, *table.values())):
             raise ValueError("weight_map is not a table of names")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StorageError(
-            "an index cannot be read",
-            where=str(index),
-            got=f"{type(error).__name__}: {error}"[:200],
-            want='{"weight_map": {name: file, ...}}',
-        ) from error
+        got = f"{type(error).__name__}: {error}"[:200]
+        raise refusal("an index cannot be read", str(index), got, '{"weight_map": {name: file, ...}}') from error
     seen: dict[str, str] = {}
     for shard in dict.fromkeys(table.values()):
         if Path(shard).name != shard or shard.startswith(".") or "\0" in shard or shard.endswith(INDEX):
-            raise StorageError(
-                "an index leads out of its directory",
-                where=str(index),
-                got=repr(shard)[:80],
-                want="the name of a file beside it",
-            )
+            got = repr(shard)[:80]
+            raise refusal("an index leads out of its directory", str(index), got, "the name of a file beside it")
         for name, one in _tensors(index.parent / shard).items():
             if name in seen:
-                raise StorageError(
-                    "two shards have a tensor of the same name",
-                    where=f"{index}: {name}",
-                    got=f"{seen[name]} and {shard}",
-                )
+                where = f"{index}: {name}"
+                raise refusal("two shards have a tensor of the same name", where, f"{seen[name]} and {shard}")
             seen[name] = shard
             yield name, one
     for name, shard in table.items():
         if seen.get(name) != shard:
-            raise StorageError(
-                "a tensor is missing from its shard",
-                where=f"{index}: {name}",
-                want=f"in {shard}",
-                got=f"in {seen[name]}" if name in seen else "nowhere",
-            )
+            got = f"in {seen[name]}" if name in seen else "nowhere"
+            raise refusal("a tensor is missing from its shard", f"{index}: {name}", got, f"in {shard}")
     if unknown := seen.keys() - table.keys():
         name = min(unknown)
-        raise StorageError(
-            "a shard has a tensor that the index does not name",
-            where=f"{index}: {name}",
-            got=f"in {seen[name]}",
-            hint="the shards are of another model than the index",
-        )
+        where, hint = f"{index}: {name}", "the shards are of another model than the index"
+        raise refusal("a shard has a tensor that the index does not name", where, f"in {seen[name]}", hint=hint)
 
 
 def _state_dict(found: Any, where: str) -> dict[str, Any]:
@@ -139,20 +109,13 @@ def _state_dict(found: Any, where: str) -> dict[str, Any]:
     if "ds_version" in found:  # a file of a DeepSpeed checkpoint, whose module may hold all weights, or names only
         module = found.get("module")
         if not isinstance(module, dict) or any(isinstance(x, Tensor) and not x.numel() for x in module.values()):
-            raise StorageError(
-                "this is a file of a DeepSpeed checkpoint without the weights",
-                where=where,
-                hint="give its directory: fds.import_deepspeed(dir, ...)",
-            )
+            hint = "give its directory: fds.import_deepspeed(dir, ...)"
+            raise refusal("this is a file of a DeepSpeed checkpoint without the weights", where, hint=hint)
         found = {"module": module}
     nested = [key for key in NESTED if isinstance(found.get(key), dict)]
     if len(nested) > 1 or (nested and any(isinstance(x, Tensor) for x in found.values())):
-        raise StorageError(
-            "it is not clear which of these is the state dict",
-            where=where,
-            got=", ".join(map(str, found))[:200],
-            want=f"tensors, or one of {', '.join(NESTED)}",
-        )
+        want = f"tensors, or one of {', '.join(NESTED)}"
+        raise refusal("it is not clear which of these is the state dict", where, ", ".join(map(str, found))[:200], want)
     found = found[nested[0]] if nested else found
     if not found:
         raise StorageError("a state dict is empty", where=where)
@@ -185,9 +148,7 @@ def _safetensors(file: Path) -> Iterator[tuple[str, ForeignLeaf]]:
     except FileNotFoundError as error:
         raise StorageError("a file is missing", where=str(file)) from error
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise StorageError(
-            "a file cannot be read", where=str(file), want="a whole safetensors file", got=str(error)[:300]
-        ) from error
+        raise refusal("a file cannot be read", str(file), str(error)[:300], "a whole safetensors file") from error
     for name, (code, shape, first, _) in places.items():
         leaf = SavedLeaf(dtype_name(_DTYPES[code]), shape, ())
         yield name, ForeignLeaf(leaf, _reader(file, 8 + length + first, found.st_size))

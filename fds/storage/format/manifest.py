@@ -16,7 +16,7 @@ import cattrs
 from fds.errors import StorageError
 from fds.layout import Box
 from fds.media.locks import open_regular
-from fds.storage.disk.files import OpenFolder, hint, parse_json, read_small
+from fds.storage.disk.files import OpenFolder, hint, parse_json, read_small, refusal
 from fds.storage.disk.writer import checksum
 from fds.storage.format import boxes
 from fds.storage.format.tensors import DTYPES
@@ -97,7 +97,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     text = _text({**record, "checksum": _checksum(record)}).encode()
     if len(text) > MAX_BYTES:
         got, want = f"{len(text)} bytes", f"at most {MAX_BYTES}"
-        raise _wrong("a manifest that is too large to be read", str(folder / NAME), got, want, "is `extra` large?")
+        raise refusal("a manifest that is too large to be read", str(folder / NAME), got, want, "is `extra` large?")
     with open(folder / NAME, "xb") as file:
         file.write(text)
         file.flush()
@@ -118,24 +118,24 @@ def read_manifest(folder: Path | OpenFolder) -> Manifest:
         written = record.pop("checksum", None) if isinstance(record, dict) else None
         found = _checksum(record)
     except OSError as error:
-        raise _wrong("a save without a readable manifest", path, str(error.strerror), hint=hint(error)) from error
+        raise refusal("a save without a readable manifest", path, str(error.strerror), hint=hint(error)) from error
     except (ValueError, RecursionError) as error:
-        raise _wrong("the manifest is not JSON", path, str(error)[:200]) from error
+        raise refusal("the manifest is not JSON", path, str(error)[:200]) from error
     if not isinstance(record, dict) or type(record.get("format")) is not int:
         want = f'an object with "format": {FORMAT}'
-        raise _wrong("this JSON is not a manifest of fds", path, json.dumps(record)[:60], want)
+        raise refusal("this JSON is not a manifest of fds", path, json.dumps(record)[:60], want)
     if record["format"] not in READABLE:
         got = f"format {record['format']}, written by fds {record.get('fds')!s:.40}"
         want, how = f"format {' or '.join(map(str, READABLE))}", "load it with the version that wrote it"
-        raise _wrong("the manifest has another format version", path, got, want, how)
+        raise refusal("the manifest has another format version", path, got, want, how)
     try:
         manifest = _CONVERTER.structure(record, Manifest)
     except Exception as error:  # any error that a value of a wrong type causes
         faults = _wrong_fields(record) if len(text) < MAX_DETAILED else f"{type(error).__name__}: {error}"[:200]
-        raise _wrong("the manifest has wrong fields", path, faults) from None
+        raise refusal("the manifest has wrong fields", path, faults) from None
     if written != found:
         want = f"the checksum that it was written with, {written!s:.40}"
-        raise _wrong("the manifest was changed after it was written", path, found, want)
+        raise refusal("the manifest was changed after it was written", path, found, want)
     check_manifest(manifest, where=f"{path}: $.")
     return manifest
 
@@ -166,47 +166,47 @@ def checked_extra(extra: Any) -> dict[str, Any]:
     if extra is None:
         return {}
     if not isinstance(extra, dict):
-        raise _wrong("extra is not a dict", "extra", repr(extra)[:60], "a dict of JSON values")
+        raise refusal("extra is not a dict", "extra", repr(extra)[:60], "a dict of JSON values")
     try:
         _check_json(extra, "extra")
         return json.loads(json.dumps(extra, allow_nan=False))
     except (ValueError, RecursionError) as error:
         if isinstance(error, StorageError):
             raise
-        raise _wrong("extra is not JSON", "extra", str(error)) from error
+        raise refusal("extra is not JSON", "extra", str(error)) from error
 
 
 def _check_json(value: Any, path: str, depth: int = 0) -> None:
     if depth > MAX_DEPTH:
         got, want = f"more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH}"
-        raise _wrong("extra is nested too deeply", f"{path[:80]}...", got, want)
+        raise refusal("extra is nested too deeply", f"{path[:80]}...", got, want)
     if isinstance(value, dict):
         for key, part in value.items():
             if not isinstance(key, str):
-                raise _wrong("extra has a key that JSON would change", path, repr(key)[:60], "text")
+                raise refusal("extra has a key that JSON would change", path, repr(key)[:60], "text")
             _check_json(part, f"{path}.{key}", depth + 1)
     elif isinstance(value, list):
         for i, part in enumerate(value):
             _check_json(part, f"{path}.{i}", depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise _wrong("not a number in JSON", path, repr(value), "a finite one, None or text")
+        raise refusal("not a number in JSON", path, repr(value), "a finite one, None or text")
     elif not (value is None or isinstance(value, str | int | float)):
         hint = "use a list for a tuple, x.tolist() for a tensor; tensors of the run belong in the state"
         want = "dicts with text keys, lists, text, numbers, True, False, None"
-        raise _wrong("extra has a value that JSON would change", path, repr(value)[:60], want, hint)
+        raise refusal("extra has a value that JSON would change", path, repr(value)[:60], want, hint)
 
 
 def check_manifest(manifest: Manifest, where: str = "") -> None:
     """Raise `StorageError` for a run, file names, dtypes or chunks in a manifest that no save writes."""
     if manifest.run is not None and not re.fullmatch("[0-9a-f]{32}", manifest.run):
         got, want = repr(manifest.run)[:80], "null, or 32 digits in hexadecimal"
-        raise _wrong("not the id of a run", f"{where}run", got, want)
+        raise refusal("not the id of a run", f"{where}run", got, want)
     for name, file in manifest.files.items():
         if not re.fullmatch(r"\w[\w-]{0,99}\.safetensors", name, re.ASCII):
             want = "a plain name, like rank0.safetensors"
-            raise _wrong("a file name that no save writes", f"{where}files", repr(name)[:80], want)
+            raise refusal("a file name that no save writes", f"{where}files", repr(name)[:80], want)
         if not 8 <= file.bytes <= MAX_INT:
-            raise _wrong("not a size of a file", f"{where}files[{name!r}].bytes", str(file.bytes))
+            raise refusal("not a size of a file", f"{where}files[{name!r}].bytes", str(file.bytes))
     for name, leaf in manifest.leaves.items():
         _check_leaf(leaf, manifest, f"{where}leaves[{name!r:.80}]")
 
@@ -214,14 +214,14 @@ def check_manifest(manifest: Manifest, where: str = "") -> None:
 def _check_leaf(leaf: SavedLeaf, manifest: Manifest, where: str) -> None:
     shape = leaf.shape
     if leaf.dtype not in DTYPES:
-        raise _wrong("unknown dtype", f"{where}.dtype", leaf.dtype[:40], ", ".join(DTYPES))
+        raise refusal("unknown dtype", f"{where}.dtype", leaf.dtype[:40], ", ".join(DTYPES))
     if any(n < 0 for n in shape):
-        raise _wrong("a negative size", f"{where}.shape", str(shape)[:80])
+        raise refusal("a negative size", f"{where}.shape", str(shape)[:80])
     numel = 1
     for n in shape:
         numel = min(numel, MAX_INT) * max(n, 1)  # also of a shape with a zero in it
     if len(shape) > 64 or numel > MAX_INT:
-        raise _wrong("a shape that is too large for a tensor", f"{where}.shape", str(shape)[:80])
+        raise refusal("a shape that is too large for a tensor", f"{where}.shape", str(shape)[:80])
     itemsize, whole = DTYPES[leaf.dtype].itemsize, boxes.whole(shape)
     ends: dict[Box, int] = {}  # by box: how far it is covered
     numel = math.prod(shape)
@@ -229,27 +229,23 @@ def _check_leaf(leaf: SavedLeaf, manifest: Manifest, where: str) -> None:
         at, file, text = f"{where}.chunks[{i}]", manifest.files.get(chunk.file), f"{chunk!s:.160}"
         if file is None:
             want = f"one of {', '.join(manifest.files)}"[:200]
-            raise _wrong("a file that the manifest does not list", f"{at}.file", repr(chunk.file)[:80], want)
+            raise refusal("a file that the manifest does not list", f"{at}.file", repr(chunk.file)[:80], want)
         box, size = (whole, numel) if chunk.box is None else (chunk.box, boxes.numel(chunk.box))
         if chunk.box is not None and (len(box) != len(shape) or boxes.common(box, whole) != box):
             want = f"[first, number] for each dim of {shape}"[:200]
-            raise _wrong("a box outside its leaf", f"{at}.box", str(box)[:160], want)
+            raise refusal("a box outside its leaf", f"{at}.box", str(box)[:160], want)
         end = ends.get(box, 0)
         follows = chunk.start >= end if manifest.part else chunk.start == end
         if not follows or chunk.length <= 0 or chunk.end > size:
             want = f"start={end}, length > 0, inside {size} elements"[:200]
-            raise _wrong("chunks that do not tile their leaf", at, text, want)
+            raise refusal("chunks that do not tile their leaf", at, text, want)
         if not 0 <= chunk.offset <= file.bytes - chunk.length * itemsize:
-            raise _wrong("a chunk outside its file", at, text, f"{itemsize} bytes an element inside {file.bytes}")
+            raise refusal("a chunk outside its file", at, text, f"{itemsize} bytes an element inside {file.bytes}")
         ends[box] = chunk.end
     covered = all(end == boxes.numel(box) for box, end in ends.items()) and sum(ends.values()) == numel
     if not boxes.apart(ends) or not (covered or manifest.part):
         got, want = f"{sum(ends.values())} elements in {len(ends)} boxes", f"{numel}, by its shape {shape}, each once"
-        raise _wrong("chunks that do not tile their leaf", f"{where}.chunks", got, want[:200])
-
-
-def _wrong(what: str, where: str, got: str, want: str = "", hint: str = "") -> StorageError:
-    return StorageError(what, where=where, got=got, want=want, hint=hint)
+        raise refusal("chunks that do not tile their leaf", f"{where}.chunks", got, want[:200])
 
 
 def _text(record: dict) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fds.errors import StorageError
+from fds.storage.disk.files import refusal
 from fds.storage.disk.writer import ALIGN
 
 CODES = {
@@ -74,23 +75,12 @@ def check_writable(named: Mapping[str, Any]) -> None:
         if not isinstance(x, Tensor):
             raise StorageError("a leaf of the state is not a tensor", where=name, got=repr(x)[:60], want=want)
         if type(x) not in (Tensor, torch.nn.Parameter):  # the data of a subclass may be elsewhere
-            raise StorageError(
-                "a leaf of the state is of a subclass of Tensor", where=name, got=type(x).__name__, want=want
-            )
+            raise refusal("a leaf of the state is of a subclass of Tensor", name, type(x).__name__, want)
         if x.is_meta:
-            raise StorageError(
-                "a leaf of the state has no data",
-                where=name,
-                got="a meta tensor",
-                want=want,
-                hint="save the result of step.init or of a step, not of step.structure",
-            )
+            hint = "save the result of step.init or of a step, not of step.structure"
+            raise refusal("a leaf of the state has no data", name, "a meta tensor", want, hint)
         if x.dtype not in CODES or x.layout != torch.strided:
-            raise StorageError(
-                "a leaf of the state has a dtype or layout that files cannot hold",
-                where=name,
-                got=f"{x.dtype}, {x.layout}",
-                want=want,
-            )
+            got = f"{x.dtype}, {x.layout}"
+            raise refusal("a leaf of the state has a dtype or layout that files cannot hold", name, got, want)
         if name.encode(errors="replace").decode() != name:
             raise StorageError("a name cannot be written to a file", where=ascii(name), want="valid Unicode")

@@ -16,11 +16,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.errors import StorageError
 from fds.state import State
 from fds.step import Step
 from fds.storage.disk.copying import on_host, record_event, span_of
-from fds.storage.disk.files import checked_path
+from fds.storage.disk.files import checked_path, refusal
 from fds.storage.disk.folders import (
     check_run_to_save,
     checked_tag,
@@ -56,16 +55,10 @@ class SaveOptions:
     def check(self) -> None:
         """Raise `StorageError` for values that they cannot have."""
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
-            raise StorageError(
-                "not a number of saves to keep", where="keep", got=repr(self.keep)[:40], want="1 or more"
-            )
+            raise refusal("not a number of saves to keep", "keep", repr(self.keep)[:40], "1 or more")
         if self.tag_validation not in ("fail", "warn", "ignore"):
-            raise StorageError(
-                "unknown value of tag_validation",
-                where="tag_validation",
-                got=repr(self.tag_validation)[:40],
-                want="'fail', 'warn' or 'ignore'",
-            )
+            got = repr(self.tag_validation)[:40]
+            raise refusal("unknown value of tag_validation", "tag_validation", got, "'fail', 'warn' or 'ignore'")
 
 
 @attrs.frozen(eq=False)
@@ -113,22 +106,14 @@ class Draft:
         Raises `StorageError`, on every rank, for arguments that cannot be saved.
         """
         if isinstance(step, State):
-            raise StorageError(
-                "state and step have changed places",
-                got=type(state).__name__,
-                want="a State",
-                hint="fds.save(dir, state, step)",
-            )
+            hint = "fds.save(dir, state, step)"
+            raise refusal("state and step have changed places", got=type(state).__name__, want="a State", hint=hint)
         ranks, local = Ranks.of(step, doing), options.local
         with ranks.together() as exchange:
             path = checked_path(dir, "dir").absolute()  # the working directory may change meanwhile
             if not isinstance(state, State):
-                raise StorageError(
-                    "what is to be saved is not a state",
-                    got=repr(type(state).__name__),
-                    want="a State",
-                    hint="fds.save(dir, state, step)",
-                )
+                got, hint = repr(type(state).__name__), "fds.save(dir, state, step)"
+                raise refusal("what is to be saved is not a state", got=got, want="a State", hint=hint)
             state.check("save")
             options.check()
             step.check(state)
@@ -190,11 +175,8 @@ class Draft:
         chunks = write(str(unpublished(self.dir, self.tag) / name), head, spans)
         for leaf, version in self.versions.items():
             if _version(self.parts[leaf].tensor) != version:
-                raise StorageError(
-                    "a leaf was written over while it was being saved",
-                    where=leaf,
-                    hint="wait for the save first: saving.wait()",
-                )
+                hint = "wait for the save first: saving.wait()"
+                raise refusal("a leaf was written over while it was being saved", leaf, hint=hint)
         written = [[piece.name, piece.box, piece.start, row] for piece, row in zip(pieces, chunks, strict=True)]
         size = len(head) + sum(span[1] for span in spans)
         return {"file": name, "bytes": size, "header": checksum(head), "pieces": written}

@@ -12,7 +12,7 @@ import attrs
 from fds.collectives import Axis
 from fds.errors import FdsError, RankError, StorageError
 from fds.step import Dimensions, Step
-from fds.storage.disk.files import read_errors
+from fds.storage.disk.files import read_errors, refusal
 
 
 @attrs.define
@@ -39,13 +39,8 @@ class Ranks:
     def of(cls, step: Step, doing: str) -> Ranks:
         """Return the ranks of a step, for the function named `doing`. Raises `StorageError` for another object."""
         if not hasattr(step, "everyone"):
-            raise StorageError(
-                f"{doing}: this is not a step",
-                where="step",
-                got=type(step).__name__,
-                want="a Step",
-                hint="fds.save(dir, state, step), fds.load(dir, step, params)",
-            )
+            hint = "fds.save(dir, state, step), fds.load(dir, step, params)"
+            raise refusal(f"{doing}: this is not a step", "step", type(step).__name__, "a Step", hint)
         dims = step.dimensions
         partial = frozenset(slot for slot, memory in step.memory.items() if memory.lies == "partial")
         if dims.everyone is None:

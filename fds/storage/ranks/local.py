@@ -16,7 +16,7 @@ import attrs
 
 from fds.collectives import fingerprint
 from fds.errors import StorageError
-from fds.storage.disk.files import OpenFolder
+from fds.storage.disk.files import OpenFolder, refusal
 from fds.storage.disk.folders import check_run_to_load, latest, tags, versions
 from fds.storage.format import boxes
 from fds.storage.format.manifest import Chunk, Manifest, read_manifest
@@ -43,11 +43,9 @@ def open_local(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over
     requested = [save for save in common if tag in (None, save[0])]
     if not requested:
         with ranks.together():
-            raise StorageError(
-                "there is no save that all ranks have" + (f" under {tag!r:.80}" if tag else ""),
-                where=str(dir),
-                got=_listed(visible_saves) or "nothing here",
-                want=_listed(common) or "a tag on every rank",
+            got, want = _listed(visible_saves) or "nothing here", _listed(common) or "a tag on every rank"
+            raise refusal(
+                "there is no save that all ranks have" + (f" under {tag!r:.80}" if tag else ""), str(dir), got, want
             )
     ranks_of = {save: {i for theirs in visible for i in theirs[save]} for save in requested}
     whole = [save for save in requested if len(ranks_of[save]) == _num_ranks(visible_saves[save])]
@@ -57,9 +55,7 @@ def open_local(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over
         manifests = [read_manifest(folder) for folder in held]
         for folder, manifest in zip(held, manifests, strict=True):
             if manifest.saved != chosen[1]:
-                raise StorageError(
-                    "the save was replaced while it was being opened", where=str(folder.path), hint="load again"
-                )
+                raise refusal("the save was replaced while it was being opened", str(folder.path), hint="load again")
             _check_parts_agree(manifest, manifests[0], str(folder.path), str(held[0].path))
         if not take_over:
             check_run_to_load(dir, held[0].path, manifests[0].run)
@@ -146,13 +142,8 @@ def _merge(manifests: list[Manifest]) -> Manifest:
     }
     for name, leaf in leaves.items():
         if not boxes.apart({chunk.box or boxes.whole(leaf.shape) for chunk in leaf.chunks}):
-            raise StorageError(
-                "the parts of this save overlap",
-                where=name,
-                got="boxes that share elements",
-                want="each element in one box",
-                hint="is one of them of another run?",
-            )
+            got, want = "boxes that share elements", "each element in one box"
+            raise refusal("the parts of this save overlap", name, got, want, "is one of them of another run?")
     return attrs.evolve(first, files={n: f for one in manifests for n, f in one.files.items()}, leaves=leaves)
 
 
