@@ -27,8 +27,8 @@ from fds.media.locks import lock_file
 from fds.state import State
 from fds.step import Step
 from fds.storage.disk import aside, writer
-from fds.storage.disk.files import refusal
-from fds.storage.disk.folders import reports_folder, write_errors
+from fds.storage.disk.files import refusal, write_errors
+from fds.storage.disk.folders import reports_folder
 from fds.storage.ranks.draft import Draft, RankRecord, SaveOptions, TagValidation
 from fds.storage.ranks.exchange import Ranks
 

@@ -30,18 +30,44 @@ def checked_path(path: object, where: str) -> Path:
     raise StorageError("not a path", where=where, got=repr(path)[:80], want="text or a pathlib.Path")
 
 
-@contextlib.contextmanager
-def read_errors(work: str, path: str | os.PathLike[str] = "") -> Iterator[None]:
+def read_errors(work: str, path: str | os.PathLike[str] = "") -> contextlib.AbstractContextManager[None]:
     """Turn an `OSError` inside the block, such as for another user's files, into a `StorageError`."""
+    return _refused(work, path, "folders and files that this user may read")
+
+
+def write_errors(dir: Path, work: str = "save") -> contextlib.AbstractContextManager[None]:
+    """Turn an `OSError` inside the block into a `StorageError`."""
+    return _refused(work, dir, f"a directory that can be written: {dir}", "existing files are unchanged")
+
+
+@contextlib.contextmanager
+def _refused(work: str, path: str | os.PathLike[str], want: str, hint: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"the file system refuses this {work}",
-            where=str(error.filename or path),
-            got=str(error.strerror or error),
-            want="folders and files that this user may read",
-        ) from error
+        where, got = str(error.filename or path), str(error.strerror or error)
+        raise refusal(f"the file system refuses this {work}", where, got, want, hint) from error
+
+
+@contextlib.contextmanager
+def hold_alone(lock: contextlib.AbstractContextManager[None], work: str, dir: Path, hint: str = "") -> Iterator[None]:
+    """Hold a lock. Raises `StorageError` if another process does `work` here, and so has it."""
+    with contextlib.ExitStack() as locks:
+        try:
+            locks.enter_context(lock)
+        except BlockingIOError:
+            want = f"one {work} at a time"
+            raise refusal(f"another {work} is writing here", str(dir), want=want, hint=hint) from None
+        yield
+
+
+def sync(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def read_small(path: str | Path, most: int, *, folder: int | None = None) -> bytes:

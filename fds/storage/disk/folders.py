@@ -23,9 +23,8 @@ from pathlib import Path
 
 from fds.errors import StorageError, nearest
 from fds.media.locks import lock_file
-from fds.storage.disk.files import read_small, refusal
-from fds.storage.format import manifest
-from fds.storage.format.manifest import read_manifest, run_of
+from fds.storage.disk.files import hold_alone, read_small, refusal, sync, write_errors
+from fds.storage.format.manifest import NAME, read_manifest, run_of
 
 LATEST, SAVING, LOCK = "latest", ".saving", ".lock"
 
@@ -40,13 +39,13 @@ def checked_tag(tag: object) -> str:
 
 def tags(dir: Path) -> list[str]:
     """Return the tags that can be loaded from a run's directory, sorted."""
-    found = [*dir.glob(f"*/{manifest.NAME}"), *dir.glob(f"{SAVING}/old/*/{manifest.NAME}")]
+    found = [*dir.glob(f"*/{NAME}"), *dir.glob(f"{SAVING}/old/*/{NAME}")]
     return sorted({path.parent.name.rstrip("~") for path in found if not path.parent.name.startswith(".")})
 
 
 def versions(dir: Path, tag: str) -> list[Path]:
     """Return the folders of a tag that can be loaded, the newest first; several if not all ranks replaced it."""
-    return [path for path in (dir / tag, *_replaced(dir, tag)) if (path / manifest.NAME).exists()]
+    return [path for path in (dir / tag, *_replaced(dir, tag)) if (path / NAME).exists()]
 
 
 def find(dir: Path, tag: str | None) -> Path:
@@ -90,7 +89,7 @@ def publish(dir: Path, tag: str, keep: int | None = None, *, stays: bool = False
             raise StorageError("saves go into a directory", where=str(dir), got="a file", want="a directory or nothing")
         missing = [p for p in (dir, *dir.parents) if not p.exists()]
         dir.mkdir(parents=True, exist_ok=True)
-        with _locked(dir):
+        with _lock(dir):
             _clear(dir, stays)
             _check_replaceable(dir / tag)
             saving, new = dir / SAVING, unpublished(dir, tag)
@@ -122,7 +121,7 @@ def forget(dir: Path, tag: str, keep: int | None) -> None:
 
     Raises `StorageError`.
     """
-    with write_errors(dir), _locked(dir):
+    with write_errors(dir), _lock(dir):
         _clear(dir, stays=True)
         try:
             _discard(dir, _replaced(dir, tag) + ([] if keep is None else _outdated(dir, tag, keep)))
@@ -164,10 +163,10 @@ def _outdated(dir: Path, tag: str, keep: int, before: str = "") -> list[Path]:
 
     Folders that cannot be read, hold other files than a save, or are of another run are left out.
     """
-    ages, runs = dict[str, tuple[bool, str]](), (None, manifest.run_of(dir / tag))
+    ages, runs = dict[str, tuple[bool, str]](), (None, run_of(dir / tag))
     for other in filter(_is_unnamed, set(tags(dir)) - {tag}):
         with contextlib.suppress(StorageError):
-            if not _not_a_save(dir / other) and (found := manifest.read_manifest(dir / other)).run in runs:
+            if not _not_a_save(dir / other) and (found := read_manifest(dir / other)).run in runs:
                 ages[other] = (other == before, found.saved)
     dead = sorted(ages, key=ages.__getitem__)[: max(len(ages) + _is_unnamed(tag) - keep, 0)]
     return [folder for other in dead for folder in (*_replaced(dir, other), dir / other)]
@@ -234,7 +233,7 @@ def _latest(dir: Path, known: list[str]) -> str:
 
 def _hint(dir: Path) -> str:
     """Return a hint for a path that is the folder of a save, or above the directory of a run."""
-    if (dir / manifest.NAME).exists():
+    if (dir / NAME).exists():
         return f"this is one save; load({str(dir.parent)!r}, ..., tag={dir.name!r})"
     below = [p.name for p in dir.iterdir() if p.is_dir() and tags(p)] if dir.is_dir() else []
     if below:
@@ -245,7 +244,7 @@ def _hint(dir: Path) -> str:
 def _check_replaceable(folder: Path) -> None:
     """Raise `StorageError` for what must not be replaced: a file, or a folder with other files than a save has."""
     if os.path.lexists(folder) and (unexpected := _not_a_save(folder)):
-        where, want, hint = str(folder), f"nothing, or {manifest.NAME} and *.safetensors", "choose another tag"
+        where, want, hint = str(folder), f"nothing, or {NAME} and *.safetensors", "choose another tag"
         raise refusal("what exists under this tag is not a save, and is not replaced", where, unexpected, want, hint)
 
 
@@ -254,43 +253,14 @@ def _not_a_save(folder: Path) -> str:
     if folder.is_symlink() or not folder.is_dir():
         return "a file or a link"
     inside = sorted(os.listdir(folder))
-    other = [name for name in inside if name != manifest.NAME and not name.endswith(".safetensors")]
-    if manifest.NAME in inside and not other:
+    other = [name for name in inside if name != NAME and not name.endswith(".safetensors")]
+    if NAME in inside and not other:
         return ""
     return ", ".join((other or inside)[:5]) or "an empty folder"
 
 
-@contextlib.contextmanager
-def _locked(dir: Path) -> Iterator[None]:
-    """Hold the lock of a run's directory."""
-    with contextlib.ExitStack() as locks:
-        try:
-            locks.enter_context(lock_file(dir / LOCK))
-        except BlockingIOError:
-            hint = "give each run a directory of its own"
-            raise refusal("another save is writing here", str(dir), want="one save at a time", hint=hint) from None
-        yield
-
-
-@contextlib.contextmanager
-def write_errors(dir: Path, work: str = "save") -> Iterator[None]:
-    """Turn an `OSError` inside the block into a `StorageError`."""
-    try:
-        yield
-    except OSError as error:
-        want, hint = f"a directory that can be written: {dir}", "existing files are unchanged"
-        raise refusal(
-            f"the file system refuses this {work}", str(error.filename or dir), str(error.strerror or error), want, hint
-        ) from error
-
-
-def sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _lock(dir: Path) -> contextlib.AbstractContextManager[None]:
+    return hold_alone(lock_file(dir / LOCK), "save", dir, "give each run a directory of its own")
 
 
 _runs: dict[str, str] = {}  # by directory, its links followed
@@ -321,7 +291,7 @@ def check_run_to_save(dir: Path, run: str) -> None:
     if (other := last_run(dir)) not in (None, run):
         want = "the run that this process began or loaded here"
         hint = "fds.load from here first to go on with that run; else another directory, or take_over=True"
-        raise refusal("another run has saved here", str(dir), _described(dir / latest_known(dir), other), want, hint)
+        raise refusal("another run has saved here", str(dir), _describe_run(dir / latest_known(dir), other), want, hint)
 
 
 def check_run_to_load(dir: Path, folder: Path, run: str | None) -> None:
@@ -331,16 +301,16 @@ def check_run_to_load(dir: Path, folder: Path, run: str | None) -> None:
         raise StorageError(
             "this save is of another run than the one that this process began or loaded here",
             where=str(folder),
-            got=_described(folder, run),
+            got=_describe_run(folder, run),
             want=f"run {mine}",
             hint="give each run a directory of its own; take_over=True goes on with this one all the same",
         )
 
 
-def _described(folder: Path, run: str | None) -> str:
+def _describe_run(folder: Path, run: str | None) -> str:
     """Return which save of which run a folder has, when it was written, and what composed its step."""
     with contextlib.suppress(StorageError):
-        manifest = read_manifest(folder)
-        composed = ", ".join(manifest.composition)
-        return f"{folder.name} of run {run}, saved {manifest.saved}, compose({composed:.200})"
+        saved = read_manifest(folder)
+        composed = ", ".join(saved.composition)
+        return f"{folder.name} of run {run}, saved {saved.saved}, compose({composed:.200})"
     return f"{folder.name} of run {run}"

@@ -19,13 +19,12 @@ from pathlib import Path
 
 from fds.errors import StorageError
 from fds.media.locks import hold_lock
-from fds.storage.disk import folders
-from fds.storage.disk.files import refusal
-from fds.storage.disk.folders import sync
+from fds.storage.disk import files
+from fds.storage.disk.files import hold_alone, refusal, sync
 from fds.storage.format.manifest import NAME
 
 INDEX = "model.safetensors.index.json"
-write_errors = functools.partial(folders.write_errors, work="export")
+write_errors = functools.partial(files.write_errors, work="export")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
@@ -102,11 +101,7 @@ def _hidden_folder(hidden: Path) -> Iterator[Path]:
     except OSError:
         _remove_if_empty(hidden)
         raise
-    with contextlib.ExitStack() as locks:
-        try:
-            locks.enter_context(hold_lock(fd))
-        except BlockingIOError:
-            raise refusal("another export is writing here", str(hidden.parent), want="one export at a time") from None
+    with hold_alone(hold_lock(fd), "export", hidden.parent):
         if not os.path.samestat(os.fstat(fd), os.stat(hidden)):
             raise FileNotFoundError(0, "another export has just ended here: try again", str(hidden))
         _clear(hidden)

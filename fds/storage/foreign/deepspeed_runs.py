@@ -22,30 +22,12 @@ from fds.storage.format.manifest import checked_extra
 from fds.storage.source import Source
 
 TIED = "tied_modules."
-RESERVED = frozenset(
-    (
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "ds_config",
-        "ds_version",
-        "checkpoint_parallel_dimensions",
-        "universal_checkpoint_info",
-    )
-)
+_DEEPSPEEDS = """
+module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
+data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size mp_world_size
+ds_config ds_version checkpoint_parallel_dimensions universal_checkpoint_info
+"""
+RESERVED = frozenset(_DEEPSPEEDS.split())  # entries of a checkpoint that are not the user's
 
 
 def deepspeed(dir: str | os.PathLike[str], tag: str | None = None) -> Source:
@@ -157,16 +139,11 @@ def _pipelined(checkpoint: Checkpoint) -> Iterator[ModuleTensors]:
     names = [_names(stage) for stage in checkpoint.stages]
     everything = {name for found in names for name in found}
     buffers = {name for stage in checkpoint.stages for name in stage.models[0].get("buffer_names") or ()}
-    keys = sorted({name.split(".")[1] for name in everything if name.startswith(TIED)})
-    tied = {
-        key: {
-            n.removeprefix(f"{TIED}{key}."): v
-            for found in names
-            for n, v in found.items()
-            if n.startswith(f"{TIED}{key}.")
-        }
-        for key in keys
-    }
+    tied: dict[str, dict[str, int]] = {}  # by key: what is trained of the layer
+    for name, size in (pair for trained in names for pair in trained.items()):
+        if name.startswith(TIED):
+            key, _, rest = name.removeprefix(TIED).partition(".")
+            tied.setdefault(key, {})[rest] = size
     params, held = dict[str, Tensor](), dict[str, Tensor]()
     for i, layer in checkpoint.layers.items():
         own = {name: x for name, x in layer.items() if f"{i}.{name}" not in buffers}

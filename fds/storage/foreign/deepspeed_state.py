@@ -46,7 +46,7 @@ class OptimizerState:
 
 
 def by_zero(stage: StageFiles, params: Shapes, where: str) -> OptimizerState:
-    """Return the sliced state of ZeRO 1 to 3, or of the optimizer of bfloat16."""
+    """Return the _join_slices state of ZeRO 1 to 3, or of the optimizer of bfloat16."""
     states = [one["optimizer_state_dict"] for one in stage.slices]
     for state in states:
         counts = state["partition_count"]
@@ -54,10 +54,10 @@ def by_zero(stage: StageFiles, params: Shapes, where: str) -> OptimizerState:
             got, want = f"{len(states)} files *_optim_states.pt", str(counts)[:80]
             raise refusal("files of the checkpoint are missing, or left over from another", where, got, want)
     three = "fp32_flat_groups" in states[0]
-    layout = sharded if three else sliced
+    layout = _join_shards if three else _join_slices
     flats = [state["fp32_flat_groups" if three else "single_partition_of_fp32_groups"] for state in states]
     groups = stage.models[0]["param_shapes"]
-    groups = groups or shapes_by_slice([state["param_slice_mappings"] for state in states], params, where)
+    groups = groups or _find_groups([state["param_slice_mappings"] for state in states], params, where)
     inner = [_by_group(state["optimizer_state_dict" if three else "base_optimizer_state"]) for state in states]
     result = OptimizerState()
     for i, group in enumerate(groups):
@@ -80,11 +80,8 @@ def by_name(folder: Path, shapes: Shapes) -> OptimizerState:
         leaves = {slot: x["param"] if isinstance(x, dict) else x for slot, x in found.items()}
         kept = {slot: _reshaped(x, shapes[name], f"{place}: {slot}") for slot, x in leaves.items() if slot != "step"}
         result.masters[name] = kept.pop("fp32")
-        result.add(
-            (name,),
-            {slot: x for slot, x in leaves.items() if slot != "fp32"},
-            lambda slot, name=name, kept=kept: {name: kept[slot]},
-        )
+        slots = {slot: x for slot, x in leaves.items() if slot != "fp32"}
+        result.add((name,), slots, lambda slot, name=name, kept=kept: {name: kept[slot]})
     return result
 
 
@@ -98,7 +95,7 @@ def by_number(state: Mapping[str, Any], params: Mapping[str, Tensor], where: str
     held = [states.get(i, {}) for i in numbers]
     masters = [x for group in state["fp32_groups"] for x in group] if "fp32_groups" in state else None
     shapes = [_shape(one) for one in held] if masters is None else [tuple(x.shape) for x in masters]
-    names = match(groups, shapes, params, masters)
+    names = _find_names(groups, shapes, params, masters)
     if names is None:
         result.notes.append("left out: the optimizer's state, which does not name its parameters")
         return result
@@ -152,7 +149,7 @@ def _reshaped(x: Any, shape: tuple[int, ...], where: str) -> ForeignLeaf:
 Shapes = Mapping[str, tuple[int, ...]]  # of the parameters of one group, in the group's order
 
 
-def sliced(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, ForeignLeaf]:
+def _join_slices(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, ForeignLeaf]:
     """Return the parameters of a group, which ZeRO 1 and 2 concatenate and divide into one slice per rank.
 
     After the last parameter there may be padding, up to a multiple of twice the number of ranks. Raises `StorageError`
@@ -175,7 +172,7 @@ def sliced(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, Foreig
     return kept
 
 
-def sharded(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, ForeignLeaf]:
+def _join_shards(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, ForeignLeaf]:
     """Return the parameters of a group of ZeRO 3, each divided into equal slices, of which the last is padded.
 
     Raises `StorageError` for slices of another length.
@@ -191,7 +188,7 @@ def sharded(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, Forei
     return kept
 
 
-def shapes_by_slice(ranks: Sequence[Any], known: Shapes, where: str) -> list[Shapes]:
+def _find_groups(ranks: Sequence[Any], known: Shapes, where: str) -> list[Shapes]:
     """Return the groups of parameters from the tables of their slices, given all shapes.
 
     Each rank has a table per group: name -> (start, number of elements) in its slice. Raises `StorageError`.
@@ -220,7 +217,7 @@ def _flat(ranks: Sequence[Any], where: str) -> list[Tensor]:
 Shape = tuple[int, ...] | None  # None: the optimizer has no state of this parameter yet
 
 
-def match(
+def _find_names(
     groups: Sequence[Mapping[str, Any]],
     shapes: Sequence[Shape],
     params: Mapping[str, Tensor],
@@ -228,11 +225,8 @@ def match(
 ) -> list[str] | None:
     """Return the name of each parameter of the optimizer, or None where that is not certain.
 
-    Args:
-        groups: its param_groups; "param_names" decides if all of them have it.
-        shapes: of the parameters, group by group.
-        params: those of the model by name, in the model's order.
-        masters: float32 copies that the optimizer updates, which round to the model's parameters.
+    "param_names" of its groups decides if all of them have it. `shapes` are those of its parameters, group by group;
+    `params` are in the model's order; float32 `masters` round to them.
 
     It is certain for one group of all parameters, in the model's order; for groups of which no two have parameters of
     the same shape, and which have all parameters of each shape; and for masters that each round to one parameter.
@@ -250,7 +244,7 @@ def match(
     if all(len({owner[i] for i in mine}) == 1 and len(mine) == len(theirs) for mine, theirs in pairs):
         found = {i: name for mine, theirs in pairs for i, name in zip(mine, theirs, strict=True)}
         return [found[i] for i in range(len(shapes))]
-    return _equal(masters, params) if masters is not None else None
+    return _match_masters(masters, params) if masters is not None else None
 
 
 def _fit(names: Sequence[str], shapes: Sequence[Shape], params: Mapping[str, Tensor]) -> bool:
@@ -258,7 +252,7 @@ def _fit(names: Sequence[str], shapes: Sequence[Shape], params: Mapping[str, Ten
     return len(known) == len(shapes) and all(b is None or a == b for a, b in zip(known, shapes, strict=True))
 
 
-def _equal(masters: Sequence[Tensor], params: Mapping[str, Tensor]) -> list[str] | None:
+def _match_masters(masters: Sequence[Tensor], params: Mapping[str, Tensor]) -> list[str] | None:
     """Return the parameter that each master rounds to, or None if any rounds to none or several."""
     found = []
     for master in masters:

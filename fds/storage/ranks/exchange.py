@@ -60,11 +60,6 @@ class Ranks:
         return self.dimensions.place
 
     @property
-    def slice(self) -> int:
-        """Which slice of every bucket this rank holds."""
-        return self.dimensions.slice
-
-    @property
     def size(self) -> int:
         """The number of ranks that share the state."""
         return 1 if self.everyone is None else self.everyone.size

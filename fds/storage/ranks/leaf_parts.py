@@ -96,7 +96,7 @@ def parts_of(state: State, ranks: Ranks) -> dict[str, LeafPart]:
 
     Raises `StorageError` for a slot that should lie as the parameters do, and does not.
     """
-    index = ranks.slice
+    index = ranks.dimensions.slice
     if isinstance(state.params, Sharded):
         layout = state.params.layout
         opt = {slot: _parts_of_buckets(slices, layout, index) for slot, slices in state.opt.items()}
