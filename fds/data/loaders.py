@@ -188,12 +188,8 @@ def _check_dataset(dataset: Any) -> None:
             "to resume, skip used batches: itertools.islice(batches, int(state.calls), None)",
         )
     if isinstance(dataset, Mapping):
-        raise DataError(
-            "a dict is not a data set of rows",
-            got=", ".join(map(repr, list(dataset)[:4])),
-            want="rows under the numbers from 0",
-            hint="of columns: torch.utils.data.StackDataset(**columns)",
-        )
+        got, hint = ", ".join(map(repr, list(dataset)[:4])), "of columns: torch.utils.data.StackDataset(**columns)"
+        raise DataError("a dict is not a data set of rows", got=got, want="rows under the numbers from 0", hint=hint)
     try:
         len(dataset)
     except (TypeError, NotImplementedError):
@@ -208,12 +204,8 @@ def _check_count(name: str, value: Any, least: int) -> None:
 def _position(at: Any) -> int:
     if isinstance(at, Tensor):
         if at.shape != () or at.is_floating_point() or at.is_complex() or at.dtype == torch.bool or at.is_meta:
-            raise DataError(
-                "not a position",
-                where="starting",
-                got=f"{tuple(at.shape)} {at.dtype} on {at.device}",
-                want="an int, or state.calls",
-            )
+            got = f"{tuple(at.shape)} {at.dtype} on {at.device}"
+            raise DataError("not a position", where="starting", got=got, want="an int, or state.calls")
         return int(at)
     if not is_int(at):
         raise DataError("not a position", where="starting", got=repr(at), want="an int, or state.calls")
@@ -258,12 +250,10 @@ class RepeatingLoader:
         if (batch := next(self._current, _END)) is not _END:
             return batch
         self._current = None
-        raise DataError(
-            "an epoch without a batch",
-            got=f"{type(self.loader).__name__} that yields nothing",
-            want="a loader that yields batches each time it is iterated",
-            hint="a generator can be iterated only once: pass an object whose __iter__ makes a new one",
-        )
+        got = f"{type(self.loader).__name__} that yields nothing"
+        want = "a loader that yields batches each time it is iterated"
+        hint = "a generator can be iterated only once: pass an object whose __iter__ makes a new one"
+        raise DataError("an epoch without a batch", got=got, want=want, hint=hint)
 
     def _advance(self) -> None:
         """Move on to the next epoch."""

@@ -79,21 +79,15 @@ class Orders:
                 hint="batch_size forms the batches: pass a sampler of rows, not of batches",
             )
         if order.min() < 0 or order.max() >= self.rows:
-            raise DataError(
-                "the sampler gave a row that the data set does not have",
-                where=f"sampler, epoch {epoch}",
-                got=str(order.min() if order.min() < 0 else order.max()),
-                want=f"0 to {self.rows - 1}",
-            )
+            where = f"sampler, epoch {epoch}"
+            got = str(order.min() if order.min() < 0 else order.max())
+            want = f"0 to {self.rows - 1}"
+            raise DataError("the sampler gave a row that the data set does not have", where=where, got=got, want=want)
         if not self.lengths:
             self.lengths.append(len(order))
         if len(order) != self.lengths[0]:
-            raise DataError(
-                "the epochs of the sampler differ in length",
-                where=f"sampler, epoch {epoch}",
-                got=f"{len(order)} rows",
-                want=f"{self.lengths[0]} rows in every epoch",
-            )
+            where, got, want = f"sampler, epoch {epoch}", f"{len(order)} rows", f"{self.lengths[0]} rows in every epoch"
+            raise DataError("the epochs of the sampler differ in length", where=where, got=got, want=want)
         return order.astype(np.int64)
 
 
@@ -118,13 +112,8 @@ def check_sampler(sampler: Any) -> None:
         hint = f"it is called with an epoch and a key: {error}"
     except ValueError:  # functions not written in Python may have no signature
         return
-    raise DataError(
-        "not a sampler",
-        where="sampler",
-        got=repr(sampler)[:60],
-        hint=hint,
-        want="a torch Sampler, or a function of (epoch, key) that returns the numbers of rows",
-    )
+    want = "a torch Sampler, or a function of (epoch, key) that returns the numbers of rows"
+    raise DataError("not a sampler", where="sampler", got=repr(sampler)[:60], want=want, hint=hint)
 
 
 def _at_epoch(sampler: Any, epoch: int, key: Tensor) -> Any:
@@ -175,20 +164,13 @@ class Stream:
 
     def __attrs_post_init__(self) -> None:
         if self.last not in LAST:
-            raise DataError(
-                "unknown way to end an epoch",
-                where="last",
-                got=repr(self.last),
-                want=" or ".join(map(repr, LAST)),
-                hint=did_you_mean(str(self.last), LAST),
-            )
+            want, hint = " or ".join(map(repr, LAST)), did_you_mean(str(self.last), LAST)
+            raise DataError("unknown way to end an epoch", where="last", got=repr(self.last), want=want, hint=hint)
         if not self.used:
-            raise DataError(
-                "the data set does not fill one batch",
-                got=f"{self.length} rows, batch_size={self.batch_size}",
-                want="at least one batch" if self.length else "at least one row",
-                hint='a smaller batch_size, or last="keep" or "wrap"' if self.length else "",
-            )
+            got = f"{self.length} rows, batch_size={self.batch_size}"
+            want = "at least one batch" if self.length else "at least one row"
+            hint = 'a smaller batch_size, or last="keep" or "wrap"' if self.length else ""
+            raise DataError("the data set does not fill one batch", got=got, want=want, hint=hint)
 
     @property
     def rest(self) -> int:

@@ -47,13 +47,9 @@ def coordinate_on(axis: Any) -> Coordinate:
         return Coordinate(axis.index, axis.size)
     if isinstance(axis, Coordinate) and 0 <= axis.index < axis.size:
         return axis
-    raise DataError(
-        "not an axis",
-        where="axis",
-        got=repr(axis),
-        want="an axis of a mesh, a Coordinate with index < size, or None",
-        hint='the axis of data ranks: fds.mesh(dp=-1)["dp"]',
-    )
+    want = "an axis of a mesh, a Coordinate with index < size, or None"
+    hint = 'the axis of data ranks: fds.mesh(dp=-1)["dp"]'
+    raise DataError("not an axis", where="axis", got=repr(axis), want=want, hint=hint)
 
 
 @attrs.frozen
@@ -67,11 +63,9 @@ class PerMicrobatch:
         """Return the collated microbatches of a share; `seed` is called with the index of each one's first row."""
         size, rest = divmod(len(rows), self.num_microbatches)
         if rest or not size:
+            where, got, want = "collate", f"{len(rows)} rows", f"a positive multiple of {self.num_microbatches}"
             raise DataError(
-                f"the share does not divide into {self.num_microbatches} microbatches",
-                where="collate",
-                got=f"{len(rows)} rows",
-                want=f"a positive multiple of {self.num_microbatches}",
+                f"the share does not divide into {self.num_microbatches} microbatches", where=where, got=got, want=want
             )
         parts = []
         for begin in range(0, len(rows), size):

@@ -108,12 +108,8 @@ def opened(directory: str) -> File:
             lock.release()
             raise
     except OSError as error:
-        raise DiskError(
-            "leaves cannot live in this directory",
-            where=directory,
-            got=str(error.strerror),
-            want="a directory of a local disk that this process may write to",
-        ) from error
+        got, want = str(error.strerror), "a directory of a local disk that this process may write to"
+        raise DiskError("leaves cannot live in this directory", where=directory, got=got, want=want) from error
 
 
 def _nameless(directory: str) -> tuple[int, bool]:
@@ -223,12 +219,10 @@ def arena_of(directory: str) -> Arena:
         try:
             found = os.stat(directory)
         except OSError as error:
+            want = "a directory that is there"
+            hint = f"mkdir -p {shlex.quote(directory)}, on the drive that is to hold them"
             raise DiskError(
-                "leaves cannot live in this directory",
-                where=directory,
-                got=str(error.strerror),
-                want="a directory that is there",
-                hint=f"mkdir -p {shlex.quote(directory)}, on the drive that is to hold them",
+                "leaves cannot live in this directory", where=directory, got=str(error.strerror), want=want, hint=hint
             ) from error
         arena = _arenas.get((found.st_dev, found.st_ino))
         if arena is None:

@@ -214,18 +214,12 @@ class Drive:
         try:
             is_done = request.wait(self.timeout)
         except OSError as error:
-            raise DiskError(
-                f"the disk failed to {verb}",
-                where=where,
-                got=f"{error.strerror} ({request.failed_at})",
-                want="a disk that reads and writes",
-                hint="look at what the system says of this disk: dmesg, smartctl",
-            ) from error
+            got = f"{error.strerror} ({request.failed_at})"
+            want = "a disk that reads and writes"
+            hint = "look at what the system says of this disk: dmesg, smartctl"
+            raise DiskError(f"the disk failed to {verb}", where=where, got=got, want=want, hint=hint) from error
         if not is_done:
+            got, hint = f"nothing done in {self.timeout:g} s", "look at the disk, or give fds.disk a longer timeout"
             raise DiskError(
-                f"the disk did not get on with what it was to {verb}",
-                where=where,
-                got=f"nothing done in {self.timeout:g} s",
-                want="progress",
-                hint="look at the disk, or give fds.disk a longer timeout",
+                f"the disk did not get on with what it was to {verb}", where=where, got=got, want="progress", hint=hint
             )
