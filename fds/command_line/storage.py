@@ -120,7 +120,7 @@ def _reading(command: Callable[[Options], int]) -> Callable[[Options], int]:
 def _show(options: Options) -> int:
     path, tag = locate(options.dir, options.tag)
     listed = tag is None and path.is_dir() and tags(path)
-    showing.shown(showing.run(path) if listed else showing.save(open_source(path, tag)))
+    showing.show(showing.run(path) if listed else showing.save(open_source(path, tag)))
     return 0
 
 
@@ -131,14 +131,14 @@ def _verify(options: Options) -> int:
         found = verify(path, one)
         wrong += bool(found)
         named = escaped(str(path) if one is None else f"{path}:{one}")
-        showing.shown([f"{named}: {'damaged' if found else 'whole'}", *(f"  {escaped(text)}" for text in found)])
+        showing.show([f"{named}: {'damaged' if found else 'whole'}", *(f"  {escaped(text)}" for text in found)])
     return 1 if wrong else 0
 
 
 def _export(options: Options) -> int:
     path, tag = locate(options.dir, options.tag)
     dtype = None if options.dtype == "own" else DTYPES[options.dtype]
-    showing.shown(escaped(str(p)) for p in export_weights(path, options.path, dtype, tag=tag, tree=options.tree))
+    showing.show(escaped(str(p)) for p in export_weights(path, options.path, dtype, tag=tag, tree=options.tree))
     return 0
 
 
@@ -146,5 +146,5 @@ def _diff(options: Options) -> int:
     places = zip((options.a, options.b), options.tags or (None, None), strict=True)
     a, b = (open_source(*locate(text, tag)) for text, tag in places)
     found = differences(a, b)
-    showing.shown(showing.comparison(found, len({*a.leaves, *b.leaves})))
+    showing.show(showing.comparison(found, len({*a.leaves, *b.leaves})))
     return 1 if found else 0

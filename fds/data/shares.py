@@ -249,11 +249,7 @@ class Workers:
         )
 
     def __reduce__(self) -> tuple:
-        return _none, ()  # processes cannot be pickled; an unpickled loader starts its own
-
-
-def _none() -> None:
-    return None
+        return type(None), ()  # processes cannot be pickled; an unpickled loader starts its own
 
 
 def _identity(batch: Any) -> Any:

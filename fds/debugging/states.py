@@ -19,7 +19,7 @@ from fds.state import State
 from fds.step import Step
 from fds.step.checks.state_check import usable
 from fds.step.residency.contract import is_held
-from fds.storage.format.boxes import held, index_of, whole
+from fds.storage.format.boxes import index_of, shape_at, whole
 from fds.storage.format.tensors import as_bytes
 from fds.storage.opening import BITS
 from fds.storage.ranks.exchange import Ranks
@@ -205,7 +205,7 @@ def _read_elements(part: LeafPart, start: int, end: int) -> list[Any]:
     """Return the bits, the values and the indices in the whole leaf of some elements, as JSON."""
     few = part.tensor.detach().reshape(-1)[start:end].cpu()
     ranges = tuple((extent,) for extent in whole(part.shape)) if part.ranges is None else part.ranges
-    indices = [index_of(ranges, unravel(part.start + i, held(ranges))) for i in range(start, end)]
+    indices = [index_of(ranges, unravel(part.start + i, shape_at(ranges))) for i in range(start, end)]
     values = few.double() if few.is_floating_point() else few  # some numbers of 8 bits have no list
     return [as_bytes(few).view(BITS[few.itemsize]).tolist(), [repr(x) for x in values.tolist()], indices]
 

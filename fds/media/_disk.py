@@ -17,7 +17,7 @@ from fds.collectives.dry import dry
 from fds.errors import DiskError, checked_call, expanded, is_a, is_int, is_number
 from fds.media import arena
 from fds.media.drive import Drive, Threads
-from fds.media.mapping import PAGE, Buffers, Leaf, leaves, nbytes_of, over, owned, pages, view
+from fds.media.mapping import PAGE, Buffers, Leaf, leaves, nbytes_of, over, own, pages, view
 from fds.media.medium import Medium
 
 
@@ -41,7 +41,7 @@ class Disk:
             return torch.empty(x.shape, dtype=x.dtype, device="cpu")
         drive, size = self._drive(), pages(nbytes)
         address = drive.arena.take(size)
-        leaf = over(owned(address, nbytes, _freed, drive.arena, address, size), x)
+        leaf = over(own(address, nbytes, _freed, drive.arena, address, size), x)
         leaves[address] = Leaf(self, drive.arena)
         return leaf
 
@@ -231,7 +231,7 @@ def _forked() -> None:
     for address, leaf in list(leaves.items()):
         if isinstance(leaf.place, arena.Arena):
             del leaves[address]
-    arena.forked()
+    arena.keep_in_child()
     for one in list(_disks):
         one._open.clear()
 

@@ -84,14 +84,14 @@ class File:
         if self.fd >= 0:
             os.close(self.fd)
 
-    def forked(self) -> None:
+    def keep_in_child(self) -> None:
         """Let the child of a fork have a mapping of its own, whose writes do not reach its parent's leaves."""
         map_private(self.fd, self.base, self.span)
         os.close(self.fd)
         self.fd = -1
 
 
-def opened(directory: str) -> File:
+def open_file(directory: str) -> File:
     """Lock a directory and open a file in it. Raises `DiskError`."""
     try:
         lock = lock_directory(directory)
@@ -226,16 +226,16 @@ def arena_of(directory: str) -> Arena:
             ) from error
         arena = _arenas.get((found.st_dev, found.st_ino))
         if arena is None:
-            arena = _arenas[found.st_dev, found.st_ino] = Arena(opened(directory))
+            arena = _arenas[found.st_dev, found.st_ino] = Arena(open_file(directory))
         return arena
 
 
-def forked() -> None:
+def keep_in_child() -> None:
     """Let the child of a fork keep the values of leaves, and leave the files to its parent."""
     global _opening
     _opening = threading.Lock()
     for arena in _arenas.values():
-        arena.file.forked()
+        arena.file.keep_in_child()
     _arenas.clear()
 
 

@@ -18,7 +18,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.media.mapping import Leaf, leaf_of, leaves, map_memory, nbytes_of, over, owned, pages, unmap
+from fds.media.mapping import Leaf, leaf_of, leaves, map_memory, nbytes_of, over, own, pages, unmap
 
 Pairs = tuple[list[Tensor], list[Tensor]]  # what is written, and its values
 
@@ -75,7 +75,7 @@ class Host(Device):
         else:
             base = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=x.is_cuda)
         address = base.data_ptr()
-        leaf = over(owned(address, nbytes, _free, address, base), x)
+        leaf = over(own(address, nbytes, _free, address, base), x)
         leaves[address] = Leaf(self)
         return leaf
 
@@ -113,7 +113,7 @@ def make_page_locked(nbytes: int, gpu: torch.device) -> Tensor:
             RuntimeWarning,
             stacklevel=2,
         )
-    owner = owned(address, size, _unlock, address, size, None if code else driver, here, os.getpid())
+    owner = own(address, size, _unlock, address, size, None if code else driver, here, os.getpid())
     return over(owner, torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
 

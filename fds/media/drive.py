@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fds.errors import DiskError
 from fds.media.arena import Arena
-from fds.media.mapping import PAGE, Buffers, Leaf, Slots, drop, fresh, leaf_of, pages, view
+from fds.media.mapping import PAGE, Buffers, Leaf, Slots, drop, leaf_of, map_slots, pages, view
 
 PIECE = 2**21  # bytes: shorter ones cost more calls, longer ones leave the disk less to do at once
 
@@ -182,7 +182,7 @@ class Drive:
             with self.lock:
                 self.staged[:] = [one for one in self.staged if not one.is_done()]
                 if not self.staged:
-                    return fresh(sizes)
+                    return map_slots(sizes)
                 oldest = self.staged.pop(0)
             with contextlib.suppress(OSError):  # whoever waits for that request is told
                 oldest.wait(self.timeout)

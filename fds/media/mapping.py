@@ -109,7 +109,7 @@ def view(address: int, nbytes: int) -> memoryview:
     return _view(address, nbytes, _WRITABLE)
 
 
-def owned(address: int, nbytes: int, freed: Callable[..., object], *args: Any) -> memoryview:
+def own(address: int, nbytes: int, freed: Callable[..., object], *args: Any) -> memoryview:
     """Return memory as bytes; `freed(*args)` is called when the view, and all tensors over it, are gone.
 
     It may be called in any thread, between any two instructions.
@@ -233,17 +233,17 @@ class _Slab:
 
     def _owned(self, nbytes: int) -> memoryview | None:
         start = self._ranges.take(nbytes)
-        return None if start is None else owned(self._base + start, nbytes, self._give, start, nbytes)
+        return None if start is None else own(self._base + start, nbytes, self._give, start, nbytes)
 
     def _give(self, start: int, nbytes: int) -> None:
         self._dropped.append((start, nbytes))
 
 
-def fresh(sizes: list[int]) -> Slots:
+def map_slots(sizes: list[int]) -> Slots:
     """Return memory of sizes in whole pages that is given back to the system when nobody holds it."""
     nbytes = sum(sizes)
     address = map_memory(nbytes)
-    owner = owned(address, nbytes, unmap, address, nbytes)
+    owner = own(address, nbytes, unmap, address, nbytes)
     return _side_by_side(owner, sizes)
 
 

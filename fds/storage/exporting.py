@@ -24,7 +24,7 @@ from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step, seen_parameters
 from fds.storage.disk.copying import in_memory
-from fds.storage.disk.files import checked_path, refusal
+from fds.storage.disk.files import check_path, refusal
 from fds.storage.disk.placing import INDEX, replace_files, write_errors
 from fds.storage.disk.writer import BLOCK
 from fds.storage.format import boxes
@@ -32,8 +32,8 @@ from fds.storage.format.manifest import MAX_INT, SavedLeaf
 from fds.storage.format.tensors import CODES, DTYPES, as_bytes, check_writable, header
 from fds.storage.opening import open_source
 from fds.storage.ranks.exchange import Ranks
-from fds.storage.ranks.leaf_parts import LeafPart, parsed, parts_of
-from fds.storage.ranks.sharing import AllLeaves, LeafPiece, agreement, all_held, own
+from fds.storage.ranks.leaf_parts import LeafPart, parts_of, split_version
+from fds.storage.ranks.sharing import AllLeaves, LeafPiece, agreement, all_pieces, pieces_of_rank
 from fds.storage.source import blocks
 from fds.tree import paths
 
@@ -75,7 +75,7 @@ def export_weights(
     unchanged. Raises `DonatedStateError` for a donated state, `RankError` if a rank is lost.
     """
     _check_options(dtype, max_shard_bytes)
-    to = checked_path(path, "path")
+    to = check_path(path, "path")
     if view and (step is None or not isinstance(source, State) or tree != "params"):
         got = f"tree={tree!r:.40}" if tree != "params" else "no step" if isinstance(source, State) else "a directory"
         want = "export_weights(state, path, step=step, view=True)"
@@ -146,7 +146,7 @@ def _export_state(
         with ranks.together() as exchange:
             exchange.mine = str(publishing.enter_context(export.publishing())) if ranks.index == 0 else ""
         with ranks.together(), write_errors(export.folder):
-            pieces = own(mine, union, ranks) if not view else all_held(mine) if ranks.index == 0 else []
+            pieces = pieces_of_rank(mine, union, ranks) if not view else all_pieces(mine) if ranks.index == 0 else []
             export.write(Path(exchange.all[0]), _consecutive(pieces, union))
         with ranks.together():
             publishing.close()  # the files get their names
@@ -283,7 +283,7 @@ def _names(leaves: Mapping[str, SavedLeaf], tree: str) -> dict[str, str]:
     Raises `StorageError` for a tree that does not exist or does not match the parameters, and for equal names.
     """
     below = {
-        root: {n.removeprefix(f"{root}."): n for n in leaves if n.startswith(f"{root}.") and not parsed(n)[1]}
+        root: {n.removeprefix(f"{root}."): n for n in leaves if n.startswith(f"{root}.") and not split_version(n)[1]}
         for root in ("params", "buffers", tree)
     }
     chosen, params, buffers = below[tree], below["params"], below["buffers"]

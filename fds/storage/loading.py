@@ -19,14 +19,14 @@ from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step, beginning, same_composition
 from fds.storage import foreign
-from fds.storage.disk.copying import is_on_disk, put
-from fds.storage.disk.files import OpenFolder, checked_path, refusal
+from fds.storage.disk.copying import copy_to, is_on_disk
+from fds.storage.disk.files import OpenFolder, check_path, refusal
 from fds.storage.disk.folders import SAVING, check_run_to_load, find, last_run, remember_run
 from fds.storage.disk.reader import touch_fresh
 from fds.storage.disk.writer import BLOCK
 from fds.storage.format.manifest import Manifest, SavedLeaf, read_manifest
 from fds.storage.format.tensors import DTYPES
-from fds.storage.matching import MatchOptions, checked_slots, match
+from fds.storage.matching import MatchOptions, check_slots, match
 from fds.storage.ranks.draft import directory
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import LeafPart, blank, parts_of
@@ -89,8 +89,8 @@ def load(
             want = "the argument of step.init"
             hint = "dict(module.named_parameters()); only structure is read"
             raise refusal("the structure of whole parameters cannot be derived from slices", "params", got, want, hint)
-        path = checked_path(dir, "dir")
-        options = MatchOptions(checked_slots(slots), strict, params_only, without_optimizer, without_schedule)
+        path = check_path(dir, "dir")
+        options = MatchOptions(check_slots(slots), strict, params_only, without_optimizer, without_schedule)
     source = (open_local if local else _open_save)(path, tag, ranks, verify, take_over)
     state = fill(source, step, params, options, ranks)
     if run := source.run or last_run(directory(path, ranks, local)):
@@ -201,7 +201,7 @@ def _read(parts: Mapping[str, LeafPart], names: Mapping[str, str], source: Sourc
         if part.has_boxes:
             whole = blank_like(leaf, len(flat))
             _fill(whole, part, names[name], source)
-            put(flat, whole)
+            copy_to(flat, whole)
             continue
         for start, length in spans(leaf) if part.ranges is None else _blocks(part, leaf):
             low, high = max(part.start, start), min(part.end, start + length)
@@ -210,7 +210,7 @@ def _read(parts: Mapping[str, LeafPart], names: Mapping[str, str], source: Sourc
                 fits = num_bytes <= len(block)
                 piece = block[:num_bytes].view(DTYPES[leaf.dtype]) if fits else blank_like(leaf, high - low)
                 _fill(piece, attrs.evolve(part, start=low), names[name], source)
-                put(flat[low - part.start : high - part.start], piece)
+                copy_to(flat[low - part.start : high - part.start], piece)
 
 
 def _fill(out: Tensor, part: LeafPart, name: str, source: Source) -> None:
@@ -288,7 +288,7 @@ def import_weights(
     Raises `StorageError`, on every rank if on any.
     """
     options = MatchOptions(strict=strict, params_only=True, foreign=True)
-    open_ = lambda: foreign.weights(checked_path(path, "path"))
+    open_ = lambda: foreign.weights(check_path(path, "path"))
     return _filled("import_weights", open_, step, params, options, rename, key)[0]
 
 
@@ -320,7 +320,7 @@ def import_deepspeed(
     Raises `StorageError`, on every rank if on any.
     """
     options = MatchOptions(slots=("init", "drop"), foreign=True)
-    open_ = lambda: foreign.deepspeed(checked_path(dir, "dir"), tag)
+    open_ = lambda: foreign.deepspeed(check_path(dir, "dir"), tag)
     return _filled("import_deepspeed", open_, step, params, options, rename, key)
 
 

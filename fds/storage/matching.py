@@ -11,7 +11,7 @@ import attrs
 from fds.errors import StorageError, StorageWarning, did_you_mean
 from fds.storage.disk.files import refusal
 from fds.storage.format.manifest import SavedLeaf
-from fds.storage.ranks.leaf_parts import nearest, parsed
+from fds.storage.ranks.leaf_parts import nearest_version, split_version
 from fds.storage.source import Source
 
 SLOT_KINDS = ("opt", "slots")  # the state of optimizers and transforms
@@ -58,7 +58,7 @@ class MatchOptions:
         return not self.read(name) or (self.foreign and _kind(name) == "buffers")
 
 
-def checked_slots(slots: Any) -> tuple[str, ...]:
+def check_slots(slots: Any) -> tuple[str, ...]:
     """Return the argument `slots` of `load` as a tuple. Raises `StorageError`."""
     found = (slots,) if isinstance(slots, str) else tuple(slots) if isinstance(slots, Iterable) else (slots,)
     if any(one not in SLOTS for one in found):
@@ -102,7 +102,7 @@ def match(
     unexpected = [
         n
         for n in have
-        if source.aliases.get(n, n) not in taken and not options.may_have(n) and parsed(n)[0] not in want
+        if source.aliases.get(n, n) not in taken and not options.may_have(n) and split_version(n)[0] not in want
     ]
     if options.strict:
         _check_matched(source, want, mismatched, missing, unexpected)
@@ -151,9 +151,9 @@ def _source_name(
 
     Of versions of a leaf the source may have another number. Where the optimizer begins anew all ranks begin alike.
     """
-    if parsed(name)[1]:
+    if split_version(name)[1]:
         anew = options.params_only or options.without_optimizer
-        name = parsed(name)[0] if anew else nearest(name, have)
+        name = split_version(name)[0] if anew else nearest_version(name, have)
     kind, _, rest = name.partition(".")
     if name not in have and kind == "buffers" and f"params.{rest}" not in want:
         name = f"params.{rest}"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fds.errors import StorageError, expanded
 from fds.storage import foreign
-from fds.storage.disk.files import OpenFolder, checked_path, read_errors
+from fds.storage.disk.files import OpenFolder, check_path, read_errors
 from fds.storage.disk.folders import find, tags
 from fds.storage.foreign.weight_files import INDEX, SAFETENSORS, TORCH
 from fds.storage.format.manifest import NAME, read_manifest
@@ -30,7 +30,7 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None, *, verify:
     `path` may also be a DeepSpeed checkpoint directory, or anything that `import_weights` takes. Bytes of a save are
     compared with their checksums when they are read, unless `verify` is false. Raises `StorageError`.
     """
-    path = checked_path(path, "dir")
+    path = check_path(path, "dir")
     with read_errors("load", path):
         if path.is_dir() and not tags(path):
             if any(path.glob(DEEPSPEED)) or any(path.glob(f"*/{DEEPSPEED}")):
@@ -50,7 +50,7 @@ def verify(path: str | os.PathLike[str], tag: str | None = None) -> list[str]:
     Raises `StorageError` where there is no such save.
     """
     with read_errors("load", path):
-        is_run = bool(tags(checked_path(path, "dir")))
+        is_run = bool(tags(check_path(path, "dir")))
         if is_run:
             find(Path(path), tag)  # a missing save is not a fault of a save
     try:

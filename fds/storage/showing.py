@@ -23,7 +23,7 @@ from fds.storage.source import Source
 WIDEST = 10_000  # columns where the output is not a terminal, so that lines are not wrapped
 
 
-def shown(parts: Iterable[RenderableType]) -> None:
+def show(parts: Iterable[RenderableType]) -> None:
     """Print text and tables to standard output."""
     width = None if sys.stdout.isatty() else WIDEST
     console = Console(width=width, highlight=False, markup=False, emoji=False)

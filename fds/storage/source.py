@@ -67,7 +67,7 @@ class Source:
                 if boxes.shares(wanted, held):
                     block = blank_like(leaf, end - first)
                     self.read(name, first, block)
-                    boxes.copied(out, wanted, block, held)
+                    boxes.copy_common(out, wanted, block, held)
 
 
 @attrs.frozen
@@ -153,7 +153,7 @@ class _Saved:
             if length:
                 whole = blank_like(leaf, one.chunk.length)
                 self._read(one.chunk, name, whole)
-                count += boxes.copied(out, wanted, whole[one.skipped :], one.held)
+                count += boxes.copy_common(out, wanted, whole[one.skipped :], one.held)
         if count < length:
             raise self._missing(name, f"elements {start} to {start + length} of {box}")
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from fds.storage.format import boxes
-from fds.storage.format.boxes import apart, copied, extent, rectangles, runs
+from fds.storage.format.boxes import apart, copy_common, extent, rectangles, runs
 from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.source import _placed
 
@@ -56,7 +56,7 @@ def test_ranges_of_two_boxes_copy_what_they_have_in_common(drawn):
     out = torch.full((len(wanted),), -1)
     a, b = rectangles(*one), rectangles(*other)
     both = torch.isin(wanted, held)
-    assert copied(out, a, held, b) == int(both.sum())
+    assert copy_common(out, a, held, b) == int(both.sum())
     assert torch.equal(out, torch.where(both, wanted, -1))
     assert boxes.shares(a, b) == bool(both.any())
 
@@ -81,7 +81,7 @@ def split(draw):
     for n in shape:
         edges = sorted(draw(st.sets(st.integers(0, n), max_size=n + 1)))
         ranges.append(tuple((i, j - i) for i, j in itertools.pairwise(edges) if draw(st.booleans())))
-    numel = math.prod(boxes.held(tuple(ranges)))
+    numel = math.prod(boxes.shape_at(tuple(ranges)))
     start = draw(st.integers(0, numel))
     return shape, tuple(ranges), start, draw(st.integers(start, numel))
 

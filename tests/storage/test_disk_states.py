@@ -10,7 +10,7 @@ import fds
 from fds import tree
 from fds.media import extent_of, medium_of
 from fds.storage.disk import writer
-from fds.storage.disk.copying import in_memory, put, span_of
+from fds.storage.disk.copying import copy_to, in_memory, span_of
 from fds.storage.disk.writer import BLOCK
 from tests import ranks
 from tests.bits import assert_same_bits
@@ -80,8 +80,8 @@ def test_a_save_in_the_background_copies_no_leaf_and_reads_what_donating_steps_l
 def test_a_part_of_a_leaf_is_read_and_written_wherever_it_begins(tmp_path, size):
     leaf = fds.disk(tmp_path).make(torch.empty(size + 5, dtype=torch.bfloat16))
     values = torch.randn(size + 5, generator=RANDOM)
-    put(leaf, values)
-    put(leaf[3 : 3 + size], -values[3 : 3 + size])
+    copy_to(leaf, values)
+    copy_to(leaf[3 : 3 + size], -values[3 : 3 + size])
     values[3 : 3 + size] *= -1
     assert torch.equal(in_memory(leaf[2:-1]), values[2:-1].bfloat16())
     assert torch.equal(leaf, values.bfloat16())  # through the mapping too
@@ -93,7 +93,7 @@ def test_memory_and_extents_are_written_to_one_file_in_the_order_of_their_spans(
     parts = [torch.randint(256, (n,), dtype=torch.uint8, generator=RANDOM) for n in sizes]
     held = [disk.make(x) if i % 2 else x for i, x in enumerate(parts)]
     for x, values in zip(held, parts, strict=True):
-        put(x, values)
+        copy_to(x, values)
     spans = [span_of(x) for x in held]
     assert [len(span) for span in spans] == [2, 3, 2, 3, 2, 3]
     chunks = writer.write(tmp_path / "file", bytes(4096), spans)

@@ -8,7 +8,7 @@ from fds.storage.format.manifest import SavedLeaf
 from fds.storage.format.tensors import dtype_name
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import LeafPart
-from fds.storage.ranks.sharing import CUT, AllLeaves, all_held, own
+from fds.storage.ranks.sharing import CUT, AllLeaves, all_pieces, pieces_of_rank
 
 sizes = st.lists(st.tuples(st.sampled_from([0, 1, 7, 1000, 5000, 40_000]), st.sampled_from([1, 2, 4, 8])), max_size=8)
 DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
@@ -55,7 +55,7 @@ def test_what_all_ranks_have_they_write_in_equal_shares(spec, num_ranks):
     tensors = leaves(spec, "x")
     parts = {name: LeafPart(x, tuple(x.shape)) for name, x in tensors.items()}
     ranks = [on((i, num_ranks)) for i in range(num_ranks)]
-    shares = written([own(parts, union(parts), r) for r in ranks], tensors)
+    shares = written([pieces_of_rank(parts, union(parts), r) for r in ranks], tensors)
     assert all(abs(share - sum(shares) / num_ranks) < CUT for share in shares)
 
 
@@ -76,11 +76,11 @@ def test_slices_are_written_in_equal_shares_by_those_that_have_copies(split, ali
         for r in range(num_replicas)
         for s in range(num_slices)
     ]
-    mine = [own(parts(r.slice), union(parts(r.slice)), r) for r in ranks]
+    mine = [pieces_of_rank(parts(r.dimensions.slice), union(parts(r.dimensions.slice)), r) for r in ranks]
     shares = written(mine, tensors)
     bytes_of = lambda xs: sum(x.numel() * x.element_size() for x in xs)
     for r, share in zip(ranks, shares, strict=True):
-        slices = bytes_of(p.tensor for p in parts(r.slice).values() if p.split) / num_replicas
+        slices = bytes_of(p.tensor for p in parts(r.dimensions.slice).values() if p.split) / num_replicas
         rest = bytes_of(p.tensor for p in parts(0).values() if not p.split) / len(ranks)
         assert abs(share - slices - rest) < 2 * CUT
 
@@ -88,7 +88,7 @@ def test_slices_are_written_in_equal_shares_by_those_that_have_copies(split, ali
 @given(sizes)
 def test_pieces_lie_at_multiples_of_their_element_size(spec):
     parts = {name: LeafPart(x, tuple(x.shape)) for name, x in leaves(spec, "x").items()}
-    for pieces in (all_held(parts), own(parts, union(parts), Ranks())):
+    for pieces in (all_pieces(parts), pieces_of_rank(parts, union(parts), Ranks())):
         at = 0
         for piece in pieces:
             assert at % piece.tensor.element_size() == 0
@@ -97,7 +97,7 @@ def test_pieces_lie_at_multiples_of_their_element_size(spec):
 
 def test_large_leaves_are_cut_at_pages_and_small_ones_are_not():
     parts = {name: LeafPart(x, tuple(x.shape)) for name, x in leaves([(10, 4), (100_000, 4), (10, 4)], "x").items()}
-    pieces = [own(parts, union(parts), on((i, 3))) for i in range(3)]
+    pieces = [pieces_of_rank(parts, union(parts), on((i, 3))) for i in range(3)]
     assert [[(p.name, p.start * 4 % CUT) for p in mine] for mine in pieces] == [
         [("x0", 0), ("x1", 0)],
         [("x1", 0)],
@@ -108,5 +108,5 @@ def test_large_leaves_are_cut_at_pages_and_small_ones_are_not():
 def test_leaves_of_other_places_are_theirs():
     parts = {name: LeafPart(x, (1000,)) for name, x in leaves([(1000, 4), (1000, 4)], "x").items()}
     both = AllLeaves(union(parts).leaves, {"x0": 0, "x1": 1})
-    assert [p.name for p in own(parts, both, on(place=1))] == ["x1"]
-    assert [p.name for p in own(parts, both, on(place=0))] == ["x0"]
+    assert [p.name for p in pieces_of_rank(parts, both, on(place=1))] == ["x1"]
+    assert [p.name for p in pieces_of_rank(parts, both, on(place=0))] == ["x0"]

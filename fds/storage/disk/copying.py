@@ -80,7 +80,7 @@ def in_memory(x: Tensor) -> Tensor:
     return found
 
 
-def put(x: Tensor, values: Tensor) -> None:
+def copy_to(x: Tensor, values: Tensor) -> None:
     """Copy values to `x`, wherever it lives. Raises `OSError`."""
     extent = extent_of(x)
     if extent is None:

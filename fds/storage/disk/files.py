@@ -22,7 +22,7 @@ def refusal(what: str, where: str = "", got: str = "", want: str = "", hint: str
     return StorageError(what, where=where, got=got, want=want, hint=hint)
 
 
-def checked_path(path: object, where: str) -> Path:
+def check_path(path: object, where: str) -> Path:
     """Return the user's argument as a path. Raises `StorageError` for anything that is not a valid path."""
     with contextlib.suppress(TypeError, ValueError):  # paths of bytes, and strings that cannot be encoded
         if isinstance(path, str | os.PathLike) and b"\0" not in os.fsencode(found := Path(expanded(path))):

@@ -29,7 +29,7 @@ from fds.storage.format.manifest import NAME, read_manifest, run_of
 LATEST, SAVING, LOCK = "latest", ".saving", ".lock"
 
 
-def checked_tag(tag: object) -> str:
+def check_tag(tag: object) -> str:
     """Return `tag` if it is valid as the name of a folder. Raises `StorageError`."""
     if not isinstance(tag, str) or not re.fullmatch(r"\w[\w.+=,@-]*", tag) or tag.lower() == LATEST:
         want = f"letters, digits and any of _.+=,@- after the first, and not {LATEST!r}"

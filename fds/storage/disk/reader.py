@@ -52,7 +52,7 @@ class Files:
         `checksum` is that of the bytes, `where` names them in errors. Raises `StorageError` if the file is missing, not
         a regular file, of another size or header, if the bytes belong to its header, or if a byte differs.
         """
-        fd = self._opened(file)
+        fd = self._descriptor(file)
         if offset < self._data[file]:
             want = f"{self._data[file]} or more"
             raise refusal("a chunk inside the header of its file", where, f"byte {offset}", want, "load another tag")
@@ -63,7 +63,7 @@ class Files:
 
     def check_file(self, file: str) -> None:
         """Raise `StorageError` if a file is missing, not a regular file, or of another size or header."""
-        self._opened(file)
+        self._descriptor(file)
 
     def close(self) -> None:
         """Close all open files, and the folders."""
@@ -72,7 +72,7 @@ class Files:
         for folder in self.folders.values():
             folder.close()
 
-    def _opened(self, file: str) -> int:
+    def _descriptor(self, file: str) -> int:
         """Return the descriptor of a file, whose size and header have been checked."""
         fd = self._open.get(file)
         if fd is not None:
@@ -81,7 +81,7 @@ class Files:
         while len(self._open) >= MOST:
             os.close(self._open.popitem(last=False)[1])
         folder = self.folders[file]
-        fd = self._open[file] = _opened(folder, file, self.files[file].bytes)
+        fd = self._open[file] = _open_file(folder, file, self.files[file].bytes)
         if file not in self._data:
             try:
                 self._data[file] = _check_header(fd, folder.path / file, self.files[file])
@@ -110,7 +110,7 @@ def touch_fresh(x: Tensor) -> None:
         _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE)  # errors are harmless
 
 
-def _opened(folder: OpenFolder, name: str, size: int) -> int:
+def _open_file(folder: OpenFolder, name: str, size: int) -> int:
     """Open a file and check its size. Raises `StorageError`."""
     path = folder.path / name
     try:

@@ -17,8 +17,8 @@ from fds.errors import StorageError
 from fds.storage.disk.files import refusal
 from fds.storage.foreign.deepspeed_files import UNIVERSAL, Checkpoint, StageFiles, attributes, find, open_checkpoint
 from fds.storage.foreign.deepspeed_state import OptimizerState, by_name, by_number, by_zero
-from fds.storage.foreign.foreign_leaf import ForeignLeaf, equal, joined, number, source_of, whole
-from fds.storage.format.manifest import checked_extra
+from fds.storage.foreign.foreign_leaf import ForeignLeaf, equal, join, number, source_of, whole
+from fds.storage.format.manifest import check_extra
 from fds.storage.source import Source
 
 TIED = "tied_modules."
@@ -117,7 +117,7 @@ def _module(stage: StageFiles, where: str) -> ModuleTensors:
         shapes = first.get("frozen_param_shapes") or {}
         pieces = [model.get("frozen_param_fragments") or {} for model in stage.models]
         frozen = {
-            name: joined(tuple(shape), [one[name] for one in pieces], f"{where}: {name}")
+            name: join(tuple(shape), [one[name] for one in pieces], f"{where}: {name}")
             for name, shape in shapes.items()
         }
         return ModuleTensors({}, buffers, frozen)
@@ -234,7 +234,7 @@ def _client_state(model: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if key in RESERVED:
             continue
         try:
-            extra |= checked_extra({key: value})
+            extra |= check_extra({key: value})
         except StorageError:
             notes.append(f"left out: client_state[{key!r:.60}], a {type(value).__name__} that is not JSON")
     return extra, notes

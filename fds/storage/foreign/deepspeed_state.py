@@ -17,7 +17,7 @@ from torch import Tensor
 from fds.errors import StorageError
 from fds.storage.disk.files import refusal
 from fds.storage.foreign.deepspeed_files import StageFiles, attributes
-from fds.storage.foreign.foreign_leaf import ForeignLeaf, checked, joined, open_torch, whole
+from fds.storage.foreign.foreign_leaf import ForeignLeaf, check_tensor, join, open_torch, whole
 
 SLOTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")  # with the same meaning in fds.optim
 
@@ -116,7 +116,7 @@ def _by_flat_group(flats: Sequence[Tensor], held: list, params: Mapping[str, Ten
 
     def cut(flat: Tensor, slot: str) -> dict[str, ForeignLeaf]:
         return {
-            name: joined(tuple(p.shape), [flat.detach()[end - p.numel() : end]], f"{where}: {slot}.{name}")
+            name: join(tuple(p.shape), [flat.detach()[end - p.numel() : end]], f"{where}: {slot}.{name}")
             for (name, p), end in zip(params.items(), ends, strict=True)
         }
 
@@ -139,7 +139,7 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
 def _reshaped(x: Any, shape: tuple[int, ...], where: str) -> ForeignLeaf:
     """Return a tensor in its shape, which may have been saved flat and padded."""
     if isinstance(x, Tensor) and tuple(x.shape) != shape and x.dim() == 1:
-        return joined(shape, [x], where)
+        return join(shape, [x], where)
     kept = whole(x, where)
     if kept.leaf.shape != shape:
         raise refusal("a tensor has another shape than its parameter", where, str(kept.leaf), str(torch.Size(shape)))
@@ -163,7 +163,7 @@ def _join_slices(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, 
             if low < high or not pieces:
                 pieces.append(x[max(low - first, 0) : max(high - first, 0)])
             first += x.numel()
-        kept[name] = joined(shape, pieces, f"{where}: {name}")
+        kept[name] = join(shape, pieces, f"{where}: {name}")
         start += numel
     have = sum(x.numel() for x in slices)
     if not start <= have < start + 2 * len(slices):
@@ -180,7 +180,7 @@ def _join_shards(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, 
     slices, kept, start = _flat(ranks, where), dict[str, ForeignLeaf](), 0
     for name, shape in shapes.items():
         share = -(-torch.Size(shape).numel() // len(slices))
-        kept[name] = joined(shape, [x[start : start + share] for x in slices], f"{where}: {name}")
+        kept[name] = join(shape, [x[start : start + share] for x in slices], f"{where}: {name}")
         start += share
     if any(x.numel() != start for x in slices):
         got = ", ".join(str(x.numel()) for x in slices)[:80]
@@ -208,7 +208,7 @@ def _find_groups(ranks: Sequence[Any], known: Shapes, where: str) -> list[Shapes
 
 
 def _flat(ranks: Sequence[Any], where: str) -> list[Tensor]:
-    flats = [checked(x, where).detach() for x in ranks]
+    flats = [check_tensor(x, where).detach() for x in ranks]
     if not flats or any(x.dim() != 1 for x in flats):
         raise refusal("a slice of a group is not flat", where, ", ".join(str(tuple(x.shape)) for x in flats))
     return flats

@@ -153,19 +153,19 @@ def number(value: float, dtype: torch.dtype) -> ForeignLeaf:
 
 def whole(x: Any, where: str) -> ForeignLeaf:
     """Return a tensor as a leaf. Raises `StorageError` for anything but a tensor that a state can hold."""
-    checked(x, where)
+    check_tensor(x, where)
     place = (x.data_ptr(), x.shape, x.stride()) if x.numel() else None
     leaf = SavedLeaf(dtype_name(x.dtype), tuple(x.shape), ())
     return ForeignLeaf(leaf, lambda start, out: _copy(x, start, out), place)
 
 
-def joined(shape: Sequence[int], pieces: Sequence[Tensor], where: str) -> ForeignLeaf:
+def join(shape: Sequence[int], pieces: Sequence[Tensor], where: str) -> ForeignLeaf:
     """Return the concatenation of flat tensors as a leaf; additional elements are padding.
 
     Raises `StorageError` for pieces that are not tensors, have several dtypes, or too few elements.
     """
     for piece in pieces:
-        checked(piece, where)
+        check_tensor(piece, where)
     numel, ends = torch.Size(shape).numel(), list(accumulate(piece.numel() for piece in pieces))
     if len({piece.dtype for piece in pieces}) != 1 or ends[-1] < numel:
         got = ", ".join(f"{dtype_name(piece.dtype)} {tuple(piece.shape)}" for piece in pieces)[:200] or "none"
@@ -196,7 +196,7 @@ def equal(a: ForeignLeaf, b: ForeignLeaf) -> bool:
     return True
 
 
-def checked(x: Any, where: str) -> Tensor:
+def check_tensor(x: Any, where: str) -> Tensor:
     """Return `x` if it is a dense CPU tensor of a dtype that files can hold. Raises `StorageError`."""
     plain = type(x) in (Tensor, Parameter) and x.layout == torch.strided and x.device.type == "cpu"
     if not plain or x.dtype not in _KNOWN:

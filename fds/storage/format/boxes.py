@@ -68,7 +68,7 @@ def _rectangles(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
         yield from (((last, 1), *rest) for rest in _rectangles(shape[1:], 0, high))
 
 
-def held(ranges: Ranges) -> tuple[int, ...]:
+def shape_at(ranges: Ranges) -> tuple[int, ...]:
     """Return the shape of what lies at ranges of every dim, put together."""
     return tuple(sum(n for _, n in along) for along in ranges)
 
@@ -96,7 +96,7 @@ def by_box(flat: Tensor, ranges: Ranges, start: int) -> Iterator[tuple[Box, int,
     ((0, 2), (9, 1)) 0 [[3]]
     ((0, 2), (9, 1)) 1 [[7]]
     """
-    all_of_it = whole(held(ranges))
+    all_of_it = whole(shape_at(ranges))
     given, before = (rectangles(all_of_it, i, j) for i, j in ((start, start + len(flat)), (0, start)))
     along = [zip(one, itertools.accumulate((n for _, n in one), initial=0), strict=False) for one in ranges]
     for choice in itertools.product(*along):
@@ -119,7 +119,7 @@ def shares(a: Sequence[Placed], b: Sequence[Placed]) -> bool:
     return any(common(x, y) is not None for _, x in a for _, y in b)
 
 
-def copied(out: Tensor, wanted: Sequence[Placed], x: Tensor, given: Sequence[Placed]) -> int:
+def copy_common(out: Tensor, wanted: Sequence[Placed], x: Tensor, given: Sequence[Placed]) -> int:
     """Copy what two flat ranges have in common from `x` to `out`, both (length,); return the number of elements."""
     count = 0
     for at, a in wanted:

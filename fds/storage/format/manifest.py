@@ -161,7 +161,7 @@ def _head(folder: Path) -> str:
         return file.read(HEAD_BYTES).decode(errors="replace")
 
 
-def checked_extra(extra: Any) -> dict[str, Any]:
+def check_extra(extra: Any) -> dict[str, Any]:
     """Return `extra` if it survives JSON unchanged. Raises `StorageError` with the path of a value that does not."""
     if extra is None:
         return {}

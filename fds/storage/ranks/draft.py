@@ -19,10 +19,10 @@ from torch import Tensor
 from fds.state import State
 from fds.step import Step
 from fds.storage.disk.copying import on_host, record_event, span_of
-from fds.storage.disk.files import checked_path, refusal
+from fds.storage.disk.files import check_path, refusal
 from fds.storage.disk.folders import (
     check_run_to_save,
-    checked_tag,
+    check_tag,
     forget,
     latest_known,
     publish,
@@ -32,11 +32,11 @@ from fds.storage.disk.folders import (
 )
 from fds.storage.disk.writer import Span, WrittenChunk, checksum
 from fds.storage.format import manifest as manifests
-from fds.storage.format.manifest import Chunk, File, Manifest, checked_extra
+from fds.storage.format.manifest import Chunk, File, Manifest, check_extra
 from fds.storage.format.tensors import DTYPES, check_writable, header
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import LeafPart, parts_of
-from fds.storage.ranks.sharing import AllLeaves, LeafPiece, agreement, all_held, own
+from fds.storage.ranks.sharing import AllLeaves, LeafPiece, agreement, all_pieces, pieces_of_rank
 
 TagValidation = Literal["fail", "warn", "ignore"]
 Write = Callable[[str, bytes, list[Span]], list[list[WrittenChunk]]]  # fds.storage.disk.writer.write
@@ -110,15 +110,15 @@ class Draft:
             raise refusal("state and step have changed places", got=type(state).__name__, want="a State", hint=hint)
         ranks, local = Ranks.of(step, doing), options.local
         with ranks.together() as exchange:
-            path = checked_path(dir, "dir").absolute()  # the working directory may change meanwhile
+            path = check_path(dir, "dir").absolute()  # the working directory may change meanwhile
             if not isinstance(state, State):
                 got, hint = repr(type(state).__name__), "fds.save(dir, state, step)"
                 raise refusal("what is to be saved is not a state", got=got, want="a State", hint=hint)
             state.check("save")
             options.check()
             step.check(state)
-            parts, extra, calls = parts_of(state, ranks), checked_extra(extra), int(state.calls)
-            tag = f"step{calls:08d}" if tag is None else checked_tag(tag)
+            parts, extra, calls = parts_of(state, ranks), check_extra(extra), int(state.calls)
+            tag = f"step{calls:08d}" if tag is None else check_tag(tag)
             check_writable({name: part.tensor for name, part in parts.items()})
             agreed = f"keep={options.keep}, local={local}, take_over={options.take_over}"
             same = {"calls made": str(calls), "options": agreed, **agreement(parts, ranks)}
@@ -129,7 +129,7 @@ class Draft:
         union = AllLeaves.of(parts, ranks)
         return cls(
             directory(path, ranks, local),
-            directory(checked_path(dir, "dir"), ranks, local) / tag,
+            directory(check_path(dir, "dir"), ranks, local) / tag,
             tag,
             exchange.all[0][1],
             exchange.all[0][2],
@@ -165,7 +165,7 @@ class Draft:
 
     def write(self, write: Write) -> RankRecord:
         """Write this rank's share and return its record. Raises `OSError`, and `StorageError`."""
-        pieces = all_held(self.parts) if self.options.local else own(self.parts, self.union, self.ranks)
+        pieces = all_pieces(self.parts) if self.options.local else pieces_of_rank(self.parts, self.union, self.ranks)
         if not pieces:
             return {"pieces": []}
         hosted = on_host((piece.tensor for piece in pieces), self.reached)

@@ -65,7 +65,7 @@ class LeafPart:
     @property
     def written(self) -> Tensor:
         """The tensor to write: in the shape of the leaf, or piece, if it is all of that, else flat."""
-        shape = self.shape if self.ranges is None else boxes.held(self.ranges)
+        shape = self.shape if self.ranges is None else boxes.shape_at(self.ranges)
         return self.tensor.view(shape) if self.split and self.tensor.numel() == math.prod(shape) else self.tensor
 
     @property
@@ -107,7 +107,7 @@ def parts_of(state: State, ranks: Ranks) -> dict[str, LeafPart]:
     for slot in ranks.partial & state.slots.keys():
         parts |= {f"slots.{slot}.{name}": _term(name, x, ranks) for name, x in state.slots[slot].items()}
     index = ranks.dimensions.replica
-    return {versioned(path, index) if index and _is_own(path, ranks) else path: x for path, x in parts.items()}
+    return {version_name(path, index) if index and _is_own(path, ranks) else path: x for path, x in parts.items()}
 
 
 def _is_own(path: str, ranks: Ranks) -> bool:
@@ -229,25 +229,25 @@ def _plain(value: Any, index: int) -> Any:
 _NAME = re.compile(r"(?P<leaf>.*)@version(?P<index>[1-9]\d*)", re.DOTALL)
 
 
-def versioned(name: str, index: int) -> str:
+def version_name(name: str, index: int) -> str:
     """Return the name of version `index` of a leaf."""
     return f"{name}@version{index}" if index else name
 
 
-def parsed(name: str) -> tuple[str, int]:
+def split_version(name: str) -> tuple[str, int]:
     """Return the name of a leaf without its version, and the version.
 
-    >>> parsed("params.w@version3"), parsed("params.w")
+    >>> split_version("params.w@version3"), split_version("params.w")
     (('params.w', 3), ('params.w', 0))
     """
     found = _NAME.fullmatch(name)
     return (name, 0) if found is None else (found["leaf"], int(found["index"]))
 
 
-def nearest(name: str, have: Container[str]) -> str:
+def nearest_version(name: str, have: Container[str]) -> str:
     """Return which of the versions of a leaf version r goes on from: of n that there are, r modulo n."""
-    leaf, index = parsed(name)
+    leaf, index = split_version(name)
     count = 1
-    while versioned(leaf, count) in have:
+    while version_name(leaf, count) in have:
         count += 1
-    return versioned(leaf, index % count)
+    return version_name(leaf, index % count)

@@ -79,14 +79,14 @@ class LeafPiece:
     box: Box | None = None
 
 
-def own(parts: Mapping[str, LeafPart], union: AllLeaves, ranks: Ranks) -> list[LeafPiece]:
+def pieces_of_rank(parts: Mapping[str, LeafPart], union: AllLeaves, ranks: Ranks) -> list[LeafPiece]:
     """Return what this rank writes to a save of all ranks, larger element sizes first.
 
     A leaf that several places have is written by the first. Of split leaves each rank writes its part; ranks that hold
     the same elements write equal shares of them. Every rank writes its terms of sums.
     """
     ordered = sorted(parts.items())
-    terms = all_held({name: part for name, part in ordered if part.term is not None and not part.is_copy})
+    terms = all_pieces({name: part for name, part in ordered if part.term is not None and not part.is_copy})
     mine = [(name, part) for name, part in ordered if part.term is None and union.first[name] == ranks.place]
     groups: dict[tuple, list[tuple[str, LeafPart]]] = {}  # by how copies lie: those of one are shared by the same ranks
     indices: dict[tuple, tuple[int, int]] = {}
@@ -99,16 +99,16 @@ def own(parts: Mapping[str, LeafPart], union: AllLeaves, ranks: Ranks) -> list[L
         indices[key] = index, count
         groups.setdefault(key, []).append((name, part))
     shared = (piece for key in sorted(groups) for piece in _share(groups[key], *indices[key]))
-    return aligned([*shared, *terms])
+    return align([*shared, *terms])
 
 
-def all_held(parts: Mapping[str, LeafPart]) -> list[LeafPiece]:
+def all_pieces(parts: Mapping[str, LeafPart]) -> list[LeafPiece]:
     """Return all that this rank holds, which it writes to a save of its own."""
     held = ((name, part) for name, part in parts.items() if part.tensor.numel())
-    return aligned(piece for name, part in held for piece in _pieces(name, part, part.written))
+    return align(piece for name, part in held for piece in _pieces(name, part, part.written))
 
 
-def aligned(pieces: Iterable[LeafPiece]) -> list[LeafPiece]:
+def align(pieces: Iterable[LeafPiece]) -> list[LeafPiece]:
     """Order pieces by element size, so that each is aligned in a file."""
     return sorted(pieces, key=lambda piece: -piece.tensor.element_size())
 

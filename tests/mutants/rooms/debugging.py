@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "check-ranks-forgets-where-a-slice-begins",
         "fds/debugging/states.py",
-        "unravel(part.start + i, held(ranges))",
-        "unravel(i, held(ranges))",
+        "unravel(part.start + i, shape_at(ranges))",
+        "unravel(i, shape_at(ranges))",
         "the index is that in the slice of the rank",
         f"{_RANKS} -k replicas",
     ),

@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         "versions-are-exported",
         "fds/storage/exporting.py",
-        " and not parsed(n)[1]}",
+        " and not split_version(n)[1]}",
         "}",
         "weights have every rank's version under a name that no module has",
         LAW,

@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         "locks-are-not-compared",
         "fds/media/locks.py",
-        "fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
         "two runs have their leaves in one directory",
         "tests/media/test_failing_disks.py",

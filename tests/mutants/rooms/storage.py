@@ -118,8 +118,8 @@ MUTANTS = (
     Mutant(
         "part-cast-at-the-wrong-place",
         "fds/storage/loading.py",
-        "put(flat[low - part.start : high - part.start], piece)",
-        "put(flat[: high - low], piece)",
+        "copy_to(flat[low - part.start : high - part.start], piece)",
+        "copy_to(flat[: high - low], piece)",
         "a leaf that is converted block by block is written over at its beginning",
         "tests/storage/foreign/test_weights.py",
     ),
