@@ -50,8 +50,8 @@ class Disk:
         if dry.get() is not None:
             return lambda: [x.detach().clone().to(device) for x in leaves]
         drive = self._drive()
-        known = {i: leaf for i, x in enumerate(leaves) if (leaf := drive.leaf(x)) is not None}
-        order = sorted(known, key=lambda i: leaves[i].data_ptr())
+        records = {i: leaf for i, x in enumerate(leaves) if (leaf := drive.leaf(x)) is not None}
+        order = sorted(records, key=lambda i: leaves[i].data_ptr())
         slots = drive.slots([pages(leaves[i].nbytes) for i in order])
         copies = {i: over(owner, leaves[i], offset) for i, (owner, offset) in zip(order, slots, strict=True)}
         request = drive.start([(leaves[i], x) for i, x in copies.items()], writes=False)
@@ -59,9 +59,9 @@ class Disk:
         def wait() -> list[Tensor]:
             drive.wait(request, writes=False)
             for i, x in copies.items():
-                self._compare(x, leaves[i], known[i])
-            found = (copies[i] if i in copies else x.detach().clone() for i, x in enumerate(leaves))
-            return [x.to(device) for x in found]
+                self._compare(x, leaves[i], records[i])
+            values = (copies[i] if i in copies else x.detach().clone() for i, x in enumerate(leaves))
+            return [x.to(device) for x in values]
 
         return wait
 
@@ -73,11 +73,11 @@ class Disk:
         ready: list[tuple[Tensor, Tensor]] = []
         staged: list[tuple[Tensor, Tensor]] = []
         for x, leaf in zip(worked, new, strict=True):
-            known = drive.leaf(leaf)
-            if known is None:
+            record = drive.leaf(leaf)
+            if record is None:
                 _through_memory(x, leaf)
                 continue
-            known.wrote(*_bytes_of(leaf))
+            record.wrote(*_bytes_of(leaf))
             (ready if _is_ready(x, leaf) else staged).append((leaf, x))
         if staged:
             staged.sort(key=lambda pair: pair[0].data_ptr())
@@ -87,8 +87,8 @@ class Disk:
             ready += [(leaf, x) for (leaf, _), x in zip(staged, copies, strict=True)]
             del slots, copies
         for leaf, x in ready if self.checksums else ():
-            if (known := drive.leaf(leaf)) is not None and not known.in_place:
-                known.checksums[_bytes_of(leaf)] = _checksum(x)
+            if (record := drive.leaf(leaf)) is not None and not record.in_place:
+                record.checksums[_bytes_of(leaf)] = _checksum(x)
         request = drive.start(ready, writes=True)
         if staged:
             with drive.lock:
@@ -100,8 +100,8 @@ class Disk:
         return f"disk {self.directory}{'' if direct else ', not O_DIRECT'}"
 
     def __repr__(self) -> str:
-        given = [f"{name}={getattr(self, name)!r}" for name, value in _DEFAULTS.items() if getattr(self, name) != value]
-        return f"fds.disk({', '.join([repr(self.directory), *given])})"
+        args = [f"{name}={getattr(self, name)!r}" for name, value in _DEFAULTS.items() if getattr(self, name) != value]
+        return f"fds.disk({', '.join([repr(self.directory), *args])})"
 
     def __reduce__(self) -> tuple:
         """Let a copy open its own."""
@@ -121,12 +121,12 @@ class Disk:
         first, last = _bytes_of(old)
         for (start, end), want in list(leaf.checksums.items()) if self.checksums else ():
             if first <= start and end <= last:
-                found = xxhash.xxh3_64_intdigest(view(x.data_ptr() + start - first, end - start))
-                if found != want:
+                got = xxhash.xxh3_64_intdigest(view(x.data_ptr() + start - first, end - start))
+                if got != want:
                     raise DiskError(
                         "the disk returned other bytes than were written",
                         where=self.directory,
-                        got=f"a checksum of {found:016x}, tensor {tuple(x.shape)} {x.dtype}",
+                        got=f"a checksum of {got:016x}, tensor {tuple(x.shape)} {x.dtype}",
                         want=f"{want:016x}",
                         hint="look at the disk; if a tensor of the state was written in place instead, "
                         "turn checksums off",
@@ -208,8 +208,8 @@ def _is_ready(x: Tensor, leaf: Tensor) -> bool:
 def _through_memory(x: Tensor, leaf: Tensor) -> None:
     """Write a part of a leaf, or no leaf of a disk."""
     leaf.detach().copy_(x.detach())
-    if (known := leaves.get(leaf.untyped_storage().data_ptr())) is not None:
-        known.wrote(*_bytes_of(leaf))
+    if (record := leaves.get(leaf.untyped_storage().data_ptr())) is not None:
+        record.wrote(*_bytes_of(leaf))
 
 
 def _bytes_of(x: Tensor) -> tuple[int, int]:
@@ -232,8 +232,8 @@ def _forked() -> None:
         if isinstance(leaf.place, arena.Arena):
             del leaves[address]
     arena.keep_in_child()
-    for one in list(_disks):
-        one._open.clear()
+    for medium in list(_disks):
+        medium._open.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -178,15 +178,15 @@ class Kept:
         """
         if self.source is None and (self.reading is None or (self.axis is not None and not self.gathers)):
             self.groups.begin(self.group)
-        found = self.source
-        if found is None:
+        x = self.source
+        if x is None:
             assert self.reading is not None
             reading, self.reading, self.gathers = self.reading, None, False
-            found = self._shaped(reading())
+            x = self._shaped(reading())
         else:
             self._check_version()
         self.groups.begin(self.group - 1)
-        return found
+        return x
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
         """Return the tensor, to torch's selective checkpoints."""
@@ -253,8 +253,8 @@ class KeptGroups:
         Where it is called something, ranks compare on a CPU what it is given, before they cut it into slices.
         """
         behind, _behind.kept = _behind.kept, []
-        for one in _alive(behind):
-            one.settle()
+        for kept in _alive(behind):
+            kept.settle()
         self.kept.append([])
         self.compared.append(compared)
 
@@ -273,39 +273,39 @@ class KeptGroups:
 
     def begin(self, group: int) -> None:
         """Begin to read what a group keeps, and where it is in slices to gather it: alike on all ranks."""
-        some = self._alive(group)
-        for one in some:
-            one.begin()
-        for one in some:
-            one.gather()
+        tensors = self._alive(group)
+        for kept in tensors:
+            kept.begin()
+        for kept in tensors:
+            kept.gather()
         if self.axis is not None:  # the slices that are gathered next
-            for one in self._alive(group - 1):
-                one.begin()
+            for kept in self._alive(group - 1):
+                kept.begin()
 
     def _keep(self, x: Tensor, version: int, axis: Axis | None, place: Place | None) -> Kept:
-        found = Kept(self, len(self.kept) - 1, x, version, x.shape, x.stride(), x.dtype, x.device)
+        kept = Kept(self, len(self.kept) - 1, x, version, x.shape, x.stride(), x.dtype, x.device)
         if axis is None and place is None and not self._moves(x):
-            return found
+            return kept
         whole = part = _bytes(x)
-        found.num_bytes = len(whole)
+        kept.num_bytes = len(whole)
         if axis is not None:
-            part, found.axis = slice_of(whole, axis, x.element_size()), axis
+            part, kept.axis = slice_of(whole, axis, x.element_size()), axis
             if self.compared[-1] and not x.is_cuda:
                 check_alike(whole, part, axis, self.compared[-1])
         if self.medium is not None:
-            found.leaf = self.medium.make(part)
-            found.written = self.medium.write([part], [found.leaf])
+            kept.leaf = self.medium.make(part)
+            kept.written = self.medium.write([part], [kept.leaf])
         elif self.blocks is not None and place is not None:
-            part = self.blocks.copy(part, place, found)
+            part = self.blocks.copy(part, place, kept)
         if axis is not None or self.medium is None:
-            found.source, found.copy = None, part
+            kept.source, kept.copy = None, part
         if self.tally is not None:
             self.tally.add(part.nbytes)
-            weakref.finalize(found, self.tally.add, -part.nbytes).atexit = False
-        self.kept[-1].append(weakref.ref(found))
+            weakref.finalize(kept, self.tally.add, -part.nbytes).atexit = False
+        self.kept[-1].append(weakref.ref(kept))
         if self.medium is not None:
             _behind.kept.append(self.kept[-1][-1])
-        return found
+        return kept
 
     def _place(self, x: Tensor) -> Place | None:
         """Return the place of a block for a tensor; None where it has none."""

@@ -62,12 +62,12 @@ class File:
                 self.punch(start, nbytes)
             with contextlib.suppress(OSError):
                 os.ftruncate(self.fd, size)
-            found = os.fstatvfs(self.fd)
+            disk = os.fstatvfs(self.fd)
             kind, what = (DiskFullError, "the disk is full") if error.errno in _FULL else (DiskError, _GROWS_NOT)
             raise kind(
                 what,
                 where=self.directory,
-                got=f"{error.strerror}; {found.f_bavail * found.f_frsize:,} bytes are free on this disk",
+                got=f"{error.strerror}; {disk.f_bavail * disk.f_frsize:,} bytes are free on this disk",
                 want=f"{nbytes:,} bytes more",
                 hint="free some, or let fewer leaves live here",
             ) from error
@@ -98,8 +98,8 @@ def open_file(directory: str) -> File:
         try:
             fd, direct = _nameless(directory)
             try:
-                found = os.fstatvfs(fd)
-                span = max(4 * found.f_blocks * found.f_frsize, 2**40)  # free ranges are taken again: none comes near
+                disk = os.fstatvfs(fd)
+                span = max(4 * disk.f_blocks * disk.f_frsize, 2**40)  # free ranges are taken again: none comes near
                 return File(directory, fd, direct, map_file(fd, span), span, lock)
             except BaseException:
                 os.close(fd)
@@ -171,8 +171,8 @@ class Arena:
     def _collect(self) -> None:
         while self._dropped:
             self._free.give(*self._dropped.popleft())
-        held = self._size - self._free.nbytes - self._holes.nbytes
-        if self._free.nbytes > max(held, _KEEP):
+        taken = self._size - self._free.nbytes - self._holes.nbytes
+        if self._free.nbytes > max(taken, _KEEP):
             self._trim()
 
     def _trim(self) -> None:
@@ -217,16 +217,16 @@ def arena_of(directory: str) -> Arena:
     """Return the arena of a directory, for whose leaves there is one in this process. Raises `DiskError`."""
     with _opening:
         try:
-            found = os.stat(directory)
+            about = os.stat(directory)
         except OSError as error:
             want = "a directory that is there"
             hint = f"mkdir -p {shlex.quote(directory)}, on the drive that is to hold them"
             raise DiskError(
                 "leaves cannot live in this directory", where=directory, got=str(error.strerror), want=want, hint=hint
             ) from error
-        arena = _arenas.get((found.st_dev, found.st_ino))
+        arena = _arenas.get((about.st_dev, about.st_ino))
         if arena is None:
-            arena = _arenas[found.st_dev, found.st_ino] = Arena(open_file(directory))
+            arena = _arenas[about.st_dev, about.st_ino] = Arena(open_file(directory))
         return arena
 
 

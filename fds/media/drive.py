@@ -169,24 +169,24 @@ class Drive:
 
     def leaf(self, x: Tensor) -> Leaf | None:
         """Return what is known of a tensor that has whole pages of a file here to itself; None for any other."""
-        known = leaf_of(x)
-        if known is None or known.place is not self.arena or not x.is_contiguous() or not x.numel():
+        record = leaf_of(x)
+        if record is None or record.place is not self.arena or not x.is_contiguous() or not x.numel():
             return None
         start = x.storage_offset() * x.element_size()
         alone = start + x.nbytes == x.untyped_storage().nbytes() or x.nbytes % PAGE == 0
-        return known if start % PAGE == 0 and alone else None
+        return record if start % PAGE == 0 and alone else None
 
     def slots(self, sizes: list[int]) -> Slots:
         """Return aligned memory; where the buffers are full, after writes that hold some, at last beside them."""
-        while (found := self.buffers.take(sizes)) is None:
+        while (slots := self.buffers.take(sizes)) is None:
             with self.lock:
-                self.staged[:] = [one for one in self.staged if not one.is_done()]
+                self.staged[:] = [request for request in self.staged if not request.is_done()]
                 if not self.staged:
                     return map_slots(sizes)
                 oldest = self.staged.pop(0)
             with contextlib.suppress(OSError):  # whoever waits for that request is told
                 oldest.wait(self.timeout)
-        return found
+        return slots
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]], *, writes: bool) -> Request:
         """Begin to read leaves into aligned memory, or to write them from there: pairs of both, which stay alive."""

@@ -62,11 +62,11 @@ def drop(address: int, nbytes: int) -> None:
 
 
 def _mapped(address: int | None, nbytes: int, flags: int, fd: int) -> int:
-    found = _MMAP(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-    if found is None or found == _FAILED:
+    mapped = _MMAP(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if mapped is None or mapped == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    return found
+    return mapped
 
 
 @attrs.define(eq=False)
@@ -81,8 +81,8 @@ class Leaf:
 
     def wrote(self, start: int, end: int) -> None:
         """Forget the checksums of what lies in these bytes, which are being written."""
-        for one in [(a, b) for a, b in list(self.checksums) if a < end and start < b]:
-            self.checksums.pop(one, None)
+        for span in [(a, b) for a, b in list(self.checksums) if a < end and start < b]:
+            self.checksums.pop(span, None)
 
 
 leaves: dict[int, Leaf] = {}  # by the address of their storage, while it lives; empty ones have no memory
@@ -149,8 +149,8 @@ class Ranges:
         """Take a range and return its start: behind the last one, else of the smallest that is large enough."""
         i = bisect_left(self._starts, self.last)
         if not (i < len(self._starts) and self._starts[i] == self.last and self._ends[i] - self.last >= nbytes):
-            found = [(end - start, start) for start, end in zip(self._starts, self._ends, strict=True)]
-            best = min((one for one in found if one[0] >= nbytes), default=None)
+            free = [(end - start, start) for start, end in zip(self._starts, self._ends, strict=True)]
+            best = min((size for size in free if size[0] >= nbytes), default=None)
             if best is None:
                 return None
             i = bisect_left(self._starts, best[1])
@@ -228,8 +228,8 @@ class _Slab:
             return []
         if (whole := self._owned(sum(sizes))) is not None:
             return _side_by_side(whole, sizes)
-        found = [self._owned(nbytes) for nbytes in sizes]
-        return None if None in found else [(owner, 0) for owner in found if owner is not None]
+        owners = [self._owned(nbytes) for nbytes in sizes]
+        return None if None in owners else [(owner, 0) for owner in owners if owner is not None]
 
     def _owned(self, nbytes: int) -> memoryview | None:
         start = self._ranges.take(nbytes)

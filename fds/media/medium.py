@@ -65,10 +65,10 @@ def read(leaves: Sequence[Tensor], device: torch.device) -> Callable[[], list[Te
     waits = [medium.read([leaves[i] for i in indices], device) for medium, indices in groups]
 
     def wait() -> list[Tensor]:
-        found: dict[int, Tensor] = {}
+        by_index: dict[int, Tensor] = {}
         for (_, indices), copies in zip(groups, _all(waits), strict=True):
-            found.update(zip(indices, copies, strict=True))
-        return [found[i] for i in range(len(leaves))]
+            by_index.update(zip(indices, copies, strict=True))
+        return [by_index[i] for i in range(len(leaves))]
 
     return wait
 
@@ -88,11 +88,11 @@ def write(worked: Sequence[Tensor], new: Sequence[Tensor]) -> Callable[[], None]
 
 def _groups(leaves: Sequence[Tensor]) -> list[tuple[Medium, list[int]]]:
     """Return the media of leaves, each with the indices of those that live there."""
-    found: dict[int, tuple[Medium, list[int]]] = {}
+    groups: dict[int, tuple[Medium, list[int]]] = {}
     for i, x in enumerate(leaves):
         medium = medium_of(x) or DEVICE
-        found.setdefault(id(medium), (medium, []))[1].append(i)
-    return list(found.values())
+        groups.setdefault(id(medium), (medium, []))[1].append(i)
+    return list(groups.values())
 
 
 def _all(waits: list[Callable[[], Any]]) -> list[Any]:

@@ -289,13 +289,13 @@ def _names(leaves: Mapping[str, SavedLeaf], tree: str) -> dict[str, str]:
     chosen, params, buffers = below[tree], below["params"], below["buffers"]
     if not chosen:
         above = {n.rsplit(".", i)[0]: None for n in leaves for i in range(1, n.count(".") + 1)}
-        known = sorted(above, key=lambda n: (n.count("."), n))
+        trees = sorted(above, key=lambda n: (n.count("."), n))
         raise StorageError(
             "there is nothing to export here",
             where="tree",
             got=repr(tree)[:80],
             want="the key path of a tree of tensors: params, or slots.ema",
-            hint=did_you_mean(tree, known),
+            hint=did_you_mean(tree, trees),
         )
     for name in {**params, **chosen} if params else ():
         have, want = (str(leaves[x[name]].shape) if name in x else "nothing" for x in (chosen, params))
@@ -308,8 +308,8 @@ def _names(leaves: Mapping[str, SavedLeaf], tree: str) -> dict[str, str]:
     return {key: name for names in (chosen, buffers) for name, key in names.items()}
 
 
-def _cast(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and own.is_floating_point else own
+def _cast(saved: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and saved.is_floating_point else saved
 
 
 def _write_at(fd: int, data: Tensor, offset: int) -> None:

@@ -106,13 +106,13 @@ def fill(source: Source, step: Step, params: Any, options: MatchOptions, ranks: 
     same_composition(step)
     with ranks.together():
         template = step.structure(params)
-        own = parts_of(template, ranks)
-    union = AllLeaves.of(own, ranks)
-    want = union.leaves | {name: part.leaf() for name, part in own.items()}
+        parts_here = parts_of(template, ranks)
+    union = AllLeaves.of(parts_here, ranks)
+    want = union.leaves | {name: part.leaf() for name, part in parts_here.items()}
     with ranks.together() as exchange:
         names, device = match(source, want, options, ranks.partial), _device(params)
         digest = fingerprint((sorted(names.items()), options))
-        exchange.mine = {"leaves that they read": f"{len(names)} leaves, {digest}", **agreement(own, ranks)}
+        exchange.mine = {"leaves that they read": f"{len(names)} leaves, {digest}", **agreement(parts_here, ranks)}
     ranks.check_equal(exchange.all)
     missing = {name.partition(".")[0] for name in want if name not in names}
     if not missing:
@@ -130,9 +130,9 @@ def fill(source: Source, step: Step, params: Any, options: MatchOptions, ranks: 
             )
         state = template if "params" in missing else blank(step, template, device)
         _read(parts_of(attrs.evolve(state, opt={}, slots={}), ranks), names, source)
-    held = state.params
+    params_loaded = state.params
     del state, template  # or what is initialised now would be in memory twice
-    state = beginning(step, held, key, device)
+    state = beginning(step, params_loaded, key, device)
     with ranks.together():
         parts = parts_of(state, ranks)
         _read({n: part for n, part in parts.items() if n.partition(".")[0] != "params"}, names, source)
@@ -142,18 +142,18 @@ def fill(source: Source, step: Step, params: Any, options: MatchOptions, ranks: 
 def _open_save(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over: bool) -> Source:
     """Return the save that the first rank finds; other ranks might find a newer one."""
     with ranks.together() as exchange:
-        found = _find_save(dir, tag) if ranks.index == 0 else None
-        if found is not None and not take_over:
-            check_run_to_load(dir, found[0].path, found[1].run)
-        place = "" if found is None else str(found[0].path.relative_to(dir))
+        opened = _find_save(dir, tag) if ranks.index == 0 else None
+        if opened is not None and not take_over:
+            check_run_to_load(dir, opened[0].path, opened[1].run)
+        place = "" if opened is None else str(opened[0].path.relative_to(dir))
         exchange.mine = {"place": place, "asked": {"tag": repr(tag)}}
-    ranks.check_equal([one["asked"] for one in exchange.all])
+    ranks.check_equal([sent["asked"] for sent in exchange.all])
     folder = dir / exchange.all[0]["place"]
     with ranks.together() as exchange:
-        held, manifest = _open_folder(folder) if found is None else found
+        opened_folder, manifest = _open_folder(folder) if opened is None else opened
         exchange.mine = {"save that they read": fingerprint(manifest)}
     ranks.check_equal(exchange.all)
-    return save_source(manifest, [held], verify=verify)
+    return save_source(manifest, [opened_folder], verify=verify)
 
 
 def _find_save(dir: Path, tag: str | None, attempts: int = 5) -> tuple[OpenFolder, Manifest]:
@@ -170,8 +170,8 @@ def _find_save(dir: Path, tag: str | None, attempts: int = 5) -> tuple[OpenFolde
 
 def _open_folder(folder: Path) -> tuple[OpenFolder, Manifest]:
     """Return a save's folder, opened, and the manifest in it."""
-    held = OpenFolder.of(folder)
-    return held, read_manifest(held)
+    opened = OpenFolder.of(folder)
+    return opened, read_manifest(opened)
 
 
 def _modified(dir: Path) -> int:

@@ -60,10 +60,10 @@ class MatchOptions:
 
 def check_slots(slots: Any) -> tuple[str, ...]:
     """Return the argument `slots` of `load` as a tuple. Raises `StorageError`."""
-    found = (slots,) if isinstance(slots, str) else tuple(slots) if isinstance(slots, Iterable) else (slots,)
-    if any(one not in SLOTS for one in found):
+    values = (slots,) if isinstance(slots, str) else tuple(slots) if isinstance(slots, Iterable) else (slots,)
+    if any(value not in SLOTS for value in values):
         raise refusal("unknown value of slots", "slots", repr(slots)[:60], "'init', 'drop' or both: ('init', 'drop')")
-    return found
+    return values
 
 
 def match(
@@ -129,11 +129,11 @@ def _without_partial_slots(
 
 def _slots_of(leaves: Iterable[str]) -> dict[str, set[str]]:
     """Return the optimizer's slots by parameter name."""
-    found: dict[str, set[str]] = {}
+    by_param: dict[str, set[str]] = {}
     for name in leaves:
         if _kind(name) == "opt":
-            found.setdefault(name.split(".", 2)[-1], set()).add(name.split(".", 2)[1])
-    return found
+            by_param.setdefault(name.split(".", 2)[-1], set()).add(name.split(".", 2)[1])
+    return by_param
 
 
 def _warn_of_slots(source: Source, want: Mapping[str, SavedLeaf], names: Mapping[str, str]) -> None:

@@ -59,7 +59,7 @@ def verify(path: str | os.PathLike[str], tag: str | None = None) -> list[str]:
         if not is_run:
             raise
         return [line(error)]
-    found: dict[tuple, list[StorageError]] = {}
+    faults: dict[tuple, list[StorageError]] = {}
     for name, leaf in source.leaves.items():
         file_at = {(chunk.box, chunk.start): chunk.file for chunk in leaf.chunks}
         kept = ((chunk.box, chunk.start, chunk.length) for chunk in leaf.chunks)  # others are with other ranks
@@ -67,8 +67,8 @@ def verify(path: str | os.PathLike[str], tag: str | None = None) -> list[str]:
             try:
                 piece(source, name, start, length, box)
             except StorageError as error:
-                found.setdefault((file_at.get((box, start)), error.what, error.got, error.want), []).append(error)
-    return [line(same[0]) + (f", and {len(same) - 1} more such chunks" if same[1:] else "") for same in found.values()]
+                faults.setdefault((file_at.get((box, start)), error.what, error.got, error.want), []).append(error)
+    return [line(same[0]) + (f", and {len(same) - 1} more such chunks" if same[1:] else "") for same in faults.values()]
 
 
 def line(error: StorageError) -> str:
@@ -108,16 +108,16 @@ def differences(a: str | os.PathLike[str] | Source, b: str | os.PathLike[str] | 
 
     Each is a `Source` or a path as for `locate`. Two blocks of 8 MiB are in memory at a time. Raises `StorageError`.
     """
-    one, other = (x if isinstance(x, Source) else open_source(*locate(x)) for x in (a, b))
-    found = []
-    for name in {**one.leaves, **other.leaves}:
-        left, right = one.leaves.get(name), other.leaves.get(name)
+    first, second = (x if isinstance(x, Source) else open_source(*locate(x)) for x in (a, b))
+    differing = []
+    for name in {**first.leaves, **second.leaves}:
+        left, right = first.leaves.get(name), second.leaves.get(name)
         difference = Difference(name, str(left or ""), str(right or ""))
         if left is not None and right is not None and left.shape == right.shape:
-            difference = _compared(difference, one, other)
+            difference = _compared(difference, first, second)
         if difference.num_different or difference.left != difference.right:
-            found.append(difference)
-    return found
+            differing.append(difference)
+    return differing
 
 
 def locate(text: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, str | None]:
@@ -139,9 +139,9 @@ def locate(text: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, 
     return path, named if tag is None else tag
 
 
-def _compared(leaf: Difference, one: Source, other: Source) -> Difference:
+def _compared(leaf: Difference, first: Source, second: Source) -> Difference:
     """Return the difference, completed by a comparison of the elements."""
-    for x, y in _pairs(one, other, leaf.name):
+    for x, y in _pairs(first, second, leaf.name):
         differ = _differing(x, y)
         count = int(differ.sum())
         if count:
@@ -156,11 +156,11 @@ def _compared(leaf: Difference, one: Source, other: Source) -> Difference:
     return leaf
 
 
-def _pairs(one: Source, other: Source, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(first: Source, second: Source, name: str) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the same elements of both, reading each block of either once."""
-    left, right = blocks(one, name), blocks(other, name)
+    left, right = blocks(first, name), blocks(second, name)
     x = y = torch.empty(0)
-    remaining = math.prod(one.leaves[name].shape)
+    remaining = math.prod(first.leaves[name].shape)
     while remaining:
         x = x if len(x) else next(left)[1]
         y = y if len(y) else next(right)[1]

@@ -53,7 +53,7 @@ def save(source: Source) -> Iterator[RenderableType]:
     """Yield the contents of a save: its composition, its leaves, totals, and the user's extra."""
     yield escaped(source.where)
     if source.composition:
-        yield "\ncomposition:\n" + "\n".join(f"  {escaped(one)}" for one in source.composition)
+        yield "\ncomposition:\n" + "\n".join(f"  {escaped(transform)}" for transform in source.composition)
     rows = [[name, leaf.dtype, shape(leaf), files(leaf)] for name, leaf in source.leaves.items()]
     yield ""
     yield table(["leaf", "dtype", "shape", "files"], rows)
@@ -74,13 +74,13 @@ def save(source: Source) -> Iterator[RenderableType]:
         yield f"\nextra: {json.dumps(source.extra, indent=2)}"
 
 
-def comparison(found: list[Difference], num_leaves: int) -> Iterator[RenderableType]:
+def comparison(differences: list[Difference], num_leaves: int) -> Iterator[RenderableType]:
     """Yield in which leaves two states differ, and how."""
-    if not found:
+    if not differences:
         yield f"equal: {num_leaves:,} leaves"
         return
     rows = []
-    for d in found:
+    for d in differences:
         numbers = [f"{d.num_different:,} of {d.numel:,}", f"{d.max_abs:.4g}", f"{d.max_relative:.4g}"]
         rows.append(
             [
@@ -91,7 +91,7 @@ def comparison(found: list[Difference], num_leaves: int) -> Iterator[RenderableT
             ]
         )
     yield table(["leaf", "left", "right", "differing >", "max abs >", "max relative >"], rows)
-    yield f"{len(found):,} of {num_leaves:,} leaves differ"
+    yield f"{len(differences):,} of {num_leaves:,} leaves differ"
 
 
 def table(columns: list[str], rows: list[list[str]]) -> Table:

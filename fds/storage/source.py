@@ -146,14 +146,14 @@ class _Saved:
             self.placed[name] = _placed(leaf)
         wanted = boxes.rectangles(box, start, start + max(length, 1))
         low, high = _extent(leaf, wanted)
-        for one in self.placed[name]:
-            if one.high <= low or high <= one.low or not boxes.shares(wanted, one.held):
+        for placed in self.placed[name]:
+            if placed.high <= low or high <= placed.low or not boxes.shares(wanted, placed.held):
                 continue
-            self.files.check_file(one.chunk.file)
+            self.files.check_file(placed.chunk.file)
             if length:
-                whole = blank_like(leaf, one.chunk.length)
-                self._read(one.chunk, name, whole)
-                count += boxes.copy_common(out, wanted, whole[one.skipped :], one.held)
+                whole = blank_like(leaf, placed.chunk.length)
+                self._read(placed.chunk, name, whole)
+                count += boxes.copy_common(out, wanted, whole[placed.skipped :], placed.held)
         if count < length:
             raise self._missing(name, f"elements {start} to {start + length} of {box}")
 
@@ -174,20 +174,20 @@ class _Saved:
 
 def _placed(leaf: SavedLeaf) -> list[PlacedChunk]:
     """Return the chunks of a leaf, and where their elements are."""
-    found, ends = [], dict[Box, int]()
+    placed, ends = [], dict[Box, int]()
     for chunk in leaf.chunks:
         box = boxes.whole(leaf.shape) if chunk.box is None else chunk.box
         skipped = max(ends.get(box, 0) - chunk.start, 0)
         if skipped < chunk.length:
             ends[box] = chunk.end
             held = boxes.rectangles(box, chunk.start + skipped, chunk.end)
-            found.append(PlacedChunk(chunk, skipped, held, *_extent(leaf, held)))
-    return found
+            placed.append(PlacedChunk(chunk, skipped, held, *_extent(leaf, held)))
+    return placed
 
 
 def _extent(leaf: SavedLeaf, placed: list[boxes.Placed]) -> tuple[int, int]:
     """Return the index in the flattened leaf of the first element of rectangles, and of the one after their last."""
-    edges = [boxes.extent(leaf.shape, one) for _, one in placed]
+    edges = [boxes.extent(leaf.shape, rectangle) for _, rectangle in placed]
     return min(low for low, _ in edges), max(high for _, high in edges)
 
 

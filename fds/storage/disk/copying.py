@@ -38,9 +38,9 @@ def on_host(tensors: Iterable[Tensor], after: torch.cuda.Event | None) -> list[T
     stream = torch.cuda.Stream(next(x.device for x in tensors if x.is_cuda))  # not the current device of this thread
     stream.wait_event(after)
     with torch.cuda.stream(stream):
-        found = [_pinned(_plain(x)) if x.is_cuda else _plain(x).contiguous() for x in tensors]
+        hosted = [_pinned(_plain(x)) if x.is_cuda else _plain(x).contiguous() for x in tensors]
     stream.synchronize()
-    return found
+    return hosted
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -71,13 +71,13 @@ def in_memory(x: Tensor) -> Tensor:
     extent = extent_of(x)
     if extent is None:
         return x
-    found = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    copy = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     files = OpenFiles()
     try:
-        files.read(extent.fd, extent.offset, extent.nbytes, found.data_ptr())
+        files.read(extent.fd, extent.offset, extent.nbytes, copy.data_ptr())
     finally:
         files.close()
-    return found
+    return copy
 
 
 def copy_to(x: Tensor, values: Tensor) -> None:

@@ -25,8 +25,8 @@ def refusal(what: str, where: str = "", got: str = "", want: str = "", hint: str
 def check_path(path: object, where: str) -> Path:
     """Return the user's argument as a path. Raises `StorageError` for anything that is not a valid path."""
     with contextlib.suppress(TypeError, ValueError):  # paths of bytes, and strings that cannot be encoded
-        if isinstance(path, str | os.PathLike) and b"\0" not in os.fsencode(found := Path(expanded(path))):
-            return found
+        if isinstance(path, str | os.PathLike) and b"\0" not in os.fsencode(result := Path(expanded(path))):
+            return result
     raise StorageError("not a path", where=where, got=repr(path)[:80], want="text or a pathlib.Path")
 
 
@@ -74,10 +74,10 @@ def read_small(path: str | Path, most: int, *, folder: int | None = None) -> byt
     """Return the bytes of a regular file of at most `most` bytes. Raises `OSError`."""
     with open(open_regular(path, os.O_RDONLY, folder=folder), "rb") as file:
         too_large = os.fstat(file.fileno()).st_size > most  # before memory is allocated
-        found = b"" if too_large else file.read(most + 1)
-    if too_large or len(found) > most:
+        content = b"" if too_large else file.read(most + 1)
+    if too_large or len(content) > most:
         raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
-    return found
+    return content
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -95,11 +95,11 @@ class RepeatedKeys(ValueError):
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of these pairs, as an `object_pairs_hook`. Raises `RepeatedKeys` for a repeated key."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    record = dict(pairs)
+    if len(record) < len(pairs):
         counts = collections.Counter(name for name, _ in pairs)
         raise RepeatedKeys(sorted(name for name, count in counts.items() if count > 1), len(pairs))
-    return found
+    return record
 
 
 @attrs.define(eq=False)

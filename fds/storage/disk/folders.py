@@ -39,8 +39,8 @@ def check_tag(tag: object) -> str:
 
 def tags(dir: Path) -> list[str]:
     """Return the tags that can be loaded from a run's directory, sorted."""
-    found = [*dir.glob(f"*/{NAME}"), *dir.glob(f"{SAVING}/old/*/{NAME}")]
-    return sorted({path.parent.name.rstrip("~") for path in found if not path.parent.name.startswith(".")})
+    manifests = [*dir.glob(f"*/{NAME}"), *dir.glob(f"{SAVING}/old/*/{NAME}")]
+    return sorted({path.parent.name.rstrip("~") for path in manifests if not path.parent.name.startswith(".")})
 
 
 def versions(dir: Path, tag: str) -> list[Path]:
@@ -50,15 +50,15 @@ def versions(dir: Path, tag: str) -> list[Path]:
 
 def find(dir: Path, tag: str | None) -> Path:
     """Return the folder of a tag, by default the last. Raises a `StorageError` that lists the tags."""
-    known = tags(dir) if dir.is_dir() else []
-    if not known:
+    have = tags(dir) if dir.is_dir() else []
+    if not have:
         got = "nothing" if not dir.exists() else "a directory" if dir.is_dir() else "a file"
         raise refusal("there is no save here", str(dir), got, "a directory that fds.save wrote", _hint(dir))
     where = dir if tag is not None else dir / LATEST
-    tag = _latest(dir, known) if tag is None else tag
-    if tag not in known:
-        want = "one of " + ", ".join(map(repr, known))
-        raise refusal("there is no save under this tag", str(where), repr(tag)[:80], want, nearest(str(tag), known))
+    tag = _latest(dir, have) if tag is None else tag
+    if tag not in have:
+        want = "one of " + ", ".join(map(repr, have))
+        raise refusal("there is no save under this tag", str(where), repr(tag)[:80], want, nearest(str(tag), have))
     return versions(dir, tag)[0]
 
 
@@ -166,8 +166,8 @@ def _outdated(dir: Path, tag: str, keep: int, before: str = "") -> list[Path]:
     ages, runs = dict[str, tuple[bool, str]](), (None, run_of(dir / tag))
     for other in filter(_is_unnamed, set(tags(dir)) - {tag}):
         with contextlib.suppress(StorageError):
-            if not _not_a_save(dir / other) and (found := read_manifest(dir / other)).run in runs:
-                ages[other] = (other == before, found.saved)
+            if not _not_a_save(dir / other) and (saved := read_manifest(dir / other)).run in runs:
+                ages[other] = (other == before, saved.saved)
     dead = sorted(ages, key=ages.__getitem__)[: max(len(ages) + _is_unnamed(tag) - keep, 0)]
     return [folder for other in dead for folder in (*_replaced(dir, other), dir / other)]
 
@@ -182,9 +182,9 @@ def _discard(dir: Path, folders: list[Path]) -> None:
 
 def _replaced(dir: Path, tag: str = "*") -> list[Path]:
     """Return the folders in `.saving/old`, of one tag or all, the newest of each first."""
-    found = [path for path in dir.glob(f"{SAVING}/old/*") if path.is_dir() and not path.is_symlink()]
-    found = [path for path in found if tag in ("*", path.name.rstrip("~"))]
-    return sorted(found, key=lambda path: len(path.name), reverse=True)
+    folders = [path for path in dir.glob(f"{SAVING}/old/*") if path.is_dir() and not path.is_symlink()]
+    folders = [path for path in folders if tag in ("*", path.name.rstrip("~"))]
+    return sorted(folders, key=lambda path: len(path.name), reverse=True)
 
 
 def _clear(dir: Path, stays: bool) -> None:
@@ -221,13 +221,13 @@ def latest_known(dir: Path) -> str:
     return ""
 
 
-def _latest(dir: Path, known: list[str]) -> str:
+def _latest(dir: Path, have: list[str]) -> str:
     try:
         return latest(dir)
     except (OSError, UnicodeError) as error:
-        got, want = str(getattr(error, "strerror", error)), "one of " + ", ".join(map(repr, known))
+        got, want = str(getattr(error, "strerror", error)), "one of " + ", ".join(map(repr, have))
         raise refusal(
-            "it is not known which save is the last", str(dir / LATEST), got, want, f"load(..., tag={known[-1]!r})"
+            "it is not known which save is the last", str(dir / LATEST), got, want, f"load(..., tag={have[-1]!r})"
         ) from error
 
 

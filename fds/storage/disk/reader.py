@@ -123,11 +123,11 @@ def _open_file(folder: OpenFolder, name: str, size: int) -> int:
             path, "a symbolic link" if link else str(error.strerror), "a regular file", hint(error)
         ) from error
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode):
             raise _unreadable(path, "not a regular file", "a regular file")
-        if found.st_size != size:
-            raise _unreadable(path, f"{found.st_size} bytes", f"{size} bytes")
+        if about.st_size != size:
+            raise _unreadable(path, f"{about.st_size} bytes", f"{size} bytes")
         # One reader in the order of the file, with the kernel's read-ahead: 2.4 to 2.8 GB/s from a cold cache, where
         # two readers reached 1.0; 7.5 from a warm one, where two would reach 13.8.
         if hasattr(os, "posix_fadvise"):
@@ -149,9 +149,9 @@ def _check_header(fd: int, path: Path, want: File) -> int:
     hashed = xxhash.xxh3_64()
     buffer = memoryview(bytearray(min(end, writer.BLOCK)))
     for start in range(0, end, writer.BLOCK):
-        some = buffer[: end - start]
-        _fill(fd, some, start, str(path))
-        hashed.update(some)
+        part = buffer[: end - start]
+        _fill(fd, part, start, str(path))
+        hashed.update(part)
     if (got := f"xxh3:{hashed.intdigest():016x}") != want.header:
         raise StorageError(_CHANGED, where=f"{path}: its header", got=got, want=want.header, hint="load another tag")
     return end

@@ -110,19 +110,19 @@ def _put(files: dict, place: Any, name: str, folder: Path) -> None:
     files[place] = name
 
 
-def _count(found: set[int], folder: Path, form: str) -> int:
+def _count(indices: set[int], folder: Path, form: str) -> int:
     """Return the number of indices, which must count from 0 without a gap."""
-    for i in range(max(found, default=-1) + 1):
-        if i not in found:
+    for i in range(max(indices, default=-1) + 1):
+        if i not in indices:
             raise StorageError("a file of the checkpoint is missing", where=str(folder / form.format(i)))
-    return len(found)
+    return len(indices)
 
 
 def _dict(path: Path) -> dict[str, Any]:
-    found = open_torch(path, CLASSES)
-    if not isinstance(found, dict):
-        raise StorageError("a file of the checkpoint does not hold a dict", where=str(path), got=type(found).__name__)
-    return found
+    content = open_torch(path, CLASSES)
+    if not isinstance(content, dict):
+        raise StorageError("a file of the checkpoint does not hold a dict", where=str(path), got=type(content).__name__)
+    return content
 
 
 def _check_supported(folder: Path, names: list[str]) -> None:

@@ -83,45 +83,45 @@ def _assembled(checkpoint: Checkpoint) -> tuple[Source, list[str]]:
     trained = [_trained(checkpoint, i, module) for i, module in enumerate(modules)]
     params, buffers = dict[str, ForeignLeaf](), dict[str, ForeignLeaf]()
     slots, apart = dict[str, dict[str, ForeignLeaf]](), list[str]()
-    for module, found in zip(modules, trained, strict=True):
-        own = {name: whole(x, f"{where}: {name}") for name, x in module.params.items()}
-        for name, one in {**own, **module.frozen, **found.masters}.items():
-            if name in own and own[name].leaf.shape != one.leaf.shape:
-                want = str(own[name].leaf)
-                raise refusal("a parameter has another shape in the optimizer", f"{where}: {name}", str(one.leaf), want)
-            other = params.setdefault(name.removeprefix(TIED), one)
-            if other is not one and not equal(other, one):  # DeepSpeed ties one attribute of a layer
+    for module, trained_here in zip(modules, trained, strict=True):
+        in_module = {name: whole(x, f"{where}: {name}") for name, x in module.params.items()}
+        for name, leaf in {**in_module, **module.frozen, **trained_here.masters}.items():
+            if name in in_module and in_module[name].leaf.shape != leaf.leaf.shape:
+                at, got, want = f"{where}: {name}", str(leaf.leaf), str(in_module[name].leaf)
+                raise refusal("a parameter has another shape in the optimizer", at, got, want)
+            other = params.setdefault(name.removeprefix(TIED), leaf)
+            if other is not leaf and not equal(other, leaf):  # DeepSpeed ties one attribute of a layer
                 apart.append(f"the stages differ in {name.removeprefix(TIED)}, taken from the first")
         buffers |= {name.removeprefix(TIED): whole(x, f"{where}: {name}") for name, x in module.buffers.items()}
-        for slot, by_param in found.slots.items():
-            for name, one in by_param.items():
-                slots.setdefault(slot, {}).setdefault(name.removeprefix(TIED), one)
+        for slot, by_param in trained_here.slots.items():
+            for name, leaf in by_param.items():
+                slots.setdefault(slot, {}).setdefault(name.removeprefix(TIED), leaf)
     calls, skipped = _counter(first, "global_steps"), _counter(first, "skipped_steps")
     extra, dropped = _client_state(first)
     kept = {"step": number(calls - skipped, torch.int64), "calls": number(calls, torch.int64)}
-    kept |= {f"params.{name}": one for name, one in params.items()}
-    kept |= {f"opt.{slot}.{name}": one for slot, by_param in slots.items() for name, one in by_param.items()}
-    kept |= {f"buffers.{name}": one for name, one in buffers.items()} | _loss_scale(checkpoint.stages[0])
-    counted = {n for one in trained for n in one.updates} - {calls - skipped}
+    kept |= {f"params.{name}": leaf for name, leaf in params.items()}
+    kept |= {f"opt.{slot}.{name}": leaf for slot, by_param in slots.items() for name, leaf in by_param.items()}
+    kept |= {f"buffers.{name}": leaf for name, leaf in buffers.items()} | _loss_scale(checkpoint.stages[0])
+    counted = {n for leaf in trained for n in leaf.updates} - {calls - skipped}
     notes = [f"the optimizer counts {n} updates, the run {calls - skipped}" for n in sorted(counted)]
-    lost = list(dict.fromkeys(note for one in trained for note in one.notes))
+    lost = list(dict.fromkeys(note for leaf in trained for note in leaf.notes))
     return source_of(where, kept, extra, [_title(checkpoint), *notes, *apart, *lost, *dropped]), lost
 
 
 def _module(stage: StageFiles, where: str) -> ModuleTensors:
     """Return a module without a pipeline; in ZeRO 3 its parameters are empty tensors in the file."""
     first = stage.models[0]
-    found, names = first["module"], set(first.get("buffer_names") or ())
-    buffers = {name: x for name, x in found.items() if name in names}
+    tensors, names = first["module"], set(first.get("buffer_names") or ())
+    buffers = {name: x for name, x in tensors.items() if name in names}
     if stage.shards:
         shapes = first.get("frozen_param_shapes") or {}
         pieces = [model.get("frozen_param_fragments") or {} for model in stage.models]
         frozen = {
-            name: join(tuple(shape), [one[name] for one in pieces], f"{where}: {name}")
+            name: join(tuple(shape), [fragments[name] for fragments in pieces], f"{where}: {name}")
             for name, shape in shapes.items()
         }
         return ModuleTensors({}, buffers, frozen)
-    params = {name: x for name, x in found.items() if name not in names}
+    params = {name: x for name, x in tensors.items() if name not in names}
     shared, places = first.get("shared_params"), dict[tuple, str]()
     if shared is None:  # without ZeRO they are not listed; they have the same storage in the file
         for name, x in params.items():
@@ -137,30 +137,30 @@ def _pipelined(checkpoint: Checkpoint) -> Iterator[ModuleTensors]:
     trained names whose parameters fit those of a tied layer is that layer, which DeepSpeed writes under its index.
     """
     names = [_names(stage) for stage in checkpoint.stages]
-    everything = {name for found in names for name in found}
+    everything = {name for trains in names for name in trains}
     buffers = {name for stage in checkpoint.stages for name in stage.models[0].get("buffer_names") or ()}
     tied: dict[str, dict[str, int]] = {}  # by key: what is trained of the layer
     for name, size in (pair for trained in names for pair in trained.items()):
         if name.startswith(TIED):
             key, _, rest = name.removeprefix(TIED).partition(".")
             tied.setdefault(key, {})[rest] = size
-    params, held = dict[str, Tensor](), dict[str, Tensor]()
+    params, kept = dict[str, Tensor](), dict[str, Tensor]()
     for i, layer in checkpoint.layers.items():
-        own = {name: x for name, x in layer.items() if f"{i}.{name}" not in buffers}
+        params_here = {name: x for name, x in layer.items() if f"{i}.{name}" not in buffers}
         prefix = f"{i}."
-        if not any(prefix + name in everything for name in own):
-            sizes = {name: x.numel() for name, x in own.items()}
+        if not any(prefix + name in everything for name in params_here):
+            sizes = {name: x.numel() for name, x in params_here.items()}
             fits = [key for key, trained in tied.items() if trained == {n: sizes.get(n) for n in trained}]
             prefix = f"{TIED}{fits[0]}." if len(fits) == 1 else prefix
         for name, x in layer.items():
-            (held if f"{i}.{name}" in buffers or prefix + name in buffers else params).setdefault(prefix + name, x)
+            (kept if f"{i}.{name}" in buffers or prefix + name in buffers else params).setdefault(prefix + name, x)
     if not everything:
-        yield from _in_order(checkpoint, params, held)
+        yield from _in_order(checkpoint, params, kept)
         return
     others = {name: x for name, x in params.items() if name not in everything}  # frozen
-    for i, found in enumerate(names):
-        mine = {name: x for name, x in params.items() if name in found}
-        yield ModuleTensors(mine | others, held) if i == 0 else ModuleTensors(mine, {})
+    for i, trains in enumerate(names):
+        mine = {name: x for name, x in params.items() if name in trains}
+        yield ModuleTensors(mine | others, kept) if i == 0 else ModuleTensors(mine, {})
 
 
 def _in_order(checkpoint: Checkpoint, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[ModuleTensors]:
@@ -177,15 +177,15 @@ def _in_order(checkpoint: Checkpoint, params: dict[str, Tensor], buffers: dict[s
 
 def _names(stage: StageFiles) -> dict[str, int]:
     """Return the parameters that a stage trains, with their numbers of elements, if its files list them."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for group in stage.models[0].get("param_shapes") or ():
-        found |= {name: torch.Size(shape).numel() for name, shape in group.items()}
-    if not found:
-        for one in stage.slices:
-            for table in one["optimizer_state_dict"]["param_slice_mappings"]:
+        sizes |= {name: torch.Size(shape).numel() for name, shape in group.items()}
+    if not sizes:
+        for slice_file in stage.slices:
+            for table in slice_file["optimizer_state_dict"]["param_slice_mappings"]:
                 for name, at in table.items():
-                    found[name] = found.get(name, 0) + attributes(at)["numel"]
-    return found
+                    sizes[name] = sizes.get(name, 0) + attributes(at)["numel"]
+    return sizes
 
 
 def _trained(checkpoint: Checkpoint, i: int, module: ModuleTensors) -> OptimizerState:

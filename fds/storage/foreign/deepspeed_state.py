@@ -47,7 +47,7 @@ class OptimizerState:
 
 def by_zero(stage: StageFiles, params: Shapes, where: str) -> OptimizerState:
     """Return the _join_slices state of ZeRO 1 to 3, or of the optimizer of bfloat16."""
-    states = [one["optimizer_state_dict"] for one in stage.slices]
+    states = [of_rank["optimizer_state_dict"] for of_rank in stage.slices]
     for state in states:
         counts = state["partition_count"]
         if (max(counts) if isinstance(counts, list) else counts) != len(states):
@@ -62,10 +62,10 @@ def by_zero(stage: StageFiles, params: Shapes, where: str) -> OptimizerState:
     result = OptimizerState()
     for i, group in enumerate(groups):
         shapes = {name: tuple(shape) for name, shape in group.items()}
-        held = [rank[i] if i < len(rank) else {} for rank in inner]
+        of_group = [rank[i] if i < len(rank) else {} for rank in inner]
         result.masters.update(layout(shapes, [rank[i] for rank in flats], f"{where}: parameters"))
-        make = lambda slot, shapes=shapes, held=held: layout(shapes, [one[slot] for one in held], f"{where}: {slot}")
-        result.add(tuple(shapes), held[0], make)
+        make = lambda slot, shapes=shapes, group=of_group: layout(shapes, [x[slot] for x in group], f"{where}: {slot}")
+        result.add(tuple(shapes), of_group[0], make)
     return result
 
 
@@ -76,8 +76,8 @@ def by_name(folder: Path, shapes: Shapes) -> OptimizerState:
         name = place.name
         if name not in shapes:
             raise StorageError("a parameter of the optimizer is not in the model", where=str(place))
-        found = {path.stem: open_torch(path) for path in sorted(place.glob("*.pt"))}
-        leaves = {slot: x["param"] if isinstance(x, dict) else x for slot, x in found.items()}
+        files = {path.stem: open_torch(path) for path in sorted(place.glob("*.pt"))}
+        leaves = {slot: x["param"] if isinstance(x, dict) else x for slot, x in files.items()}
         kept = {slot: _reshaped(x, shapes[name], f"{place}: {slot}") for slot, x in leaves.items() if slot != "step"}
         result.masters[name] = kept.pop("fp32")
         slots = {slot: x for slot, x in leaves.items() if slot != "fp32"}
@@ -92,9 +92,9 @@ def by_number(state: Mapping[str, Any], params: Mapping[str, Tensor], where: str
     if "fp32_groups_flat" in state:  # one flat tensor per group, which is torch's only parameter
         return _by_flat_group(state["fp32_groups_flat"], _by_group(inner), params, where)
     numbers = [i for group in groups for i in group["params"]]
-    held = [states.get(i, {}) for i in numbers]
+    of_params = [states.get(i, {}) for i in numbers]
     masters = [x for group in state["fp32_groups"] for x in group] if "fp32_groups" in state else None
-    shapes = [_shape(one) for one in held] if masters is None else [tuple(x.shape) for x in masters]
+    shapes = [_shape(one) for one in of_params] if masters is None else [tuple(x.shape) for x in masters]
     names = _find_names(groups, shapes, params, masters)
     if names is None:
         result.notes.append("left out: the optimizer's state, which does not name its parameters")
@@ -102,12 +102,12 @@ def by_number(state: Mapping[str, Any], params: Mapping[str, Tensor], where: str
     for i, name in enumerate(names):
         if masters is not None:
             result.masters[name] = whole(masters[i], f"{where}: {name}")
-        make = lambda slot, i=i, name=name: {name: whole(held[i][slot], f"{where}: {slot}.{name}")}
-        result.add((name,), held[i], make)
+        make = lambda slot, i=i, name=name: {name: whole(of_params[i][slot], f"{where}: {slot}.{name}")}
+        result.add((name,), of_params[i], make)
     return result
 
 
-def _by_flat_group(flats: Sequence[Tensor], held: list, params: Mapping[str, Tensor], where: str) -> OptimizerState:
+def _by_flat_group(flats: Sequence[Tensor], states: list, params: Mapping[str, Tensor], where: str) -> OptimizerState:
     result = OptimizerState()
     if len(flats) != 1 or flats[0].numel() != sum(p.numel() for p in params.values()):
         result.notes.append("left out: float32 masters and the optimizer's state, which do not name their parameters")
@@ -121,7 +121,7 @@ def _by_flat_group(flats: Sequence[Tensor], held: list, params: Mapping[str, Ten
         }
 
     result.masters.update(cut(flats[0], "parameters"))
-    result.add(tuple(params), held[0], lambda slot: cut(held[0][slot], slot))
+    result.add(tuple(params), states[0], lambda slot: cut(states[0][slot], slot))
     return result
 
 
@@ -188,7 +188,7 @@ def _join_shards(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, 
     return kept
 
 
-def _find_groups(ranks: Sequence[Any], known: Shapes, where: str) -> list[Shapes]:
+def _find_groups(ranks: Sequence[Any], shape_of: Shapes, where: str) -> list[Shapes]:
     """Return the groups of parameters from the tables of their slices, given all shapes.
 
     Each rank has a table per group: name -> (start, number of elements) in its slice. Raises `StorageError`.
@@ -201,10 +201,10 @@ def _find_groups(ranks: Sequence[Any], known: Shapes, where: str) -> list[Shapes
                 group[name] = group.get(name, 0) + places[name].get("numel", 0)
     for group in groups:
         for name, numel in group.items():
-            if name not in known or torch.Size(known[name]).numel() != numel:
-                got, want = str(known.get(name)), f"a tensor of {numel} elements"
+            if name not in shape_of or torch.Size(shape_of[name]).numel() != numel:
+                got, want = str(shape_of.get(name)), f"a tensor of {numel} elements"
                 raise refusal("a parameter of the optimizer is not in the model", f"{where}: {name}", got, want)
-    return [{name: known[name] for name in group} for group in groups]
+    return [{name: shape_of[name] for name in group} for group in groups]
 
 
 def _flat(ranks: Sequence[Any], where: str) -> list[Tensor]:
@@ -242,20 +242,20 @@ def _find_names(
     places = {shape: [i for i, other in enumerate(shapes) if other == shape] for shape in by_shape}
     pairs = [(places[shape], by_shape[shape]) for shape in places]
     if all(len({owner[i] for i in mine}) == 1 and len(mine) == len(theirs) for mine, theirs in pairs):
-        found = {i: name for mine, theirs in pairs for i, name in zip(mine, theirs, strict=True)}
-        return [found[i] for i in range(len(shapes))]
+        name_of = {i: name for mine, theirs in pairs for i, name in zip(mine, theirs, strict=True)}
+        return [name_of[i] for i in range(len(shapes))]
     return _match_masters(masters, params) if masters is not None else None
 
 
 def _fit(names: Sequence[str], shapes: Sequence[Shape], params: Mapping[str, Tensor]) -> bool:
-    known = [tuple(params[name].shape) for name in names if name in params]
-    return len(known) == len(shapes) and all(b is None or a == b for a, b in zip(known, shapes, strict=True))
+    have = [tuple(params[name].shape) for name in names if name in params]
+    return len(have) == len(shapes) and all(b is None or a == b for a, b in zip(have, shapes, strict=True))
 
 
 def _match_masters(masters: Sequence[Tensor], params: Mapping[str, Tensor]) -> list[str] | None:
     """Return the parameter that each master rounds to, or None if any rounds to none or several."""
-    found = []
+    names = []
     for master in masters:
         equal = [n for n, p in params.items() if p.shape == master.shape and torch.equal(master.to(p.dtype), p)]
-        found += equal if len(equal) == 1 else [None]
-    return found if None not in found and len(set(found)) == len(found) else None
+        names += equal if len(equal) == 1 else [None]
+    return names if None not in names and len(set(names)) == len(names) else None

@@ -53,9 +53,9 @@ def open_torch(path: Path, inert: Iterable[str] = ()) -> Any:
         if not stat.S_ISREG(path.stat().st_mode):
             raise StorageError("this is not a file", where=str(path), want="a file that torch.save wrote")
         with _admitting, torch.serialization.safe_globals([(Inert, name) for name in inert]):
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        _check_storages(path, found)
-        return found
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        _check_storages(path, content)
+        return content
     except StorageError:
         raise
     except FileNotFoundError as error:
@@ -64,20 +64,20 @@ def open_torch(path: Path, inert: Iterable[str] = ()) -> Any:
         raise _refusal(path, error) from error
 
 
-def _check_storages(path: Path, found: Any) -> None:
+def _check_storages(path: Path, content: Any) -> None:
     """Raise `ValueError` for storages that are not in the zip directory: torch maps the size that the pickle states."""
     with zipfile.ZipFile(path) as file:
         entries = [entry for entry in file.infolist() if entry.filename.split("/")[-2:-1] == ["data"]]
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise ValueError("its tensors are compressed")
-    storages = {(storage.data_ptr(), storage.nbytes()) for storage in _storages(found) if storage.nbytes()}
+    storages = {(storage.data_ptr(), storage.nbytes()) for storage in _storages(content) if storage.nbytes()}
     if beyond := Counter(size for _, size in storages) - Counter(entry.file_size for entry in entries):
         raise ValueError(f"tensors of {next(iter(beyond))} bytes, but fewer in the file")
 
 
-def _storages(found: Any) -> Iterator[torch.UntypedStorage]:
+def _storages(content: Any) -> Iterator[torch.UntypedStorage]:
     """Yield the storages of all tensors in what torch.load returned."""
-    seen, left = set(), [found]
+    seen, left = set(), [content]
     while left:
         x = left.pop()
         if isinstance(x, Tensor):
@@ -90,11 +90,11 @@ def _storages(found: Any) -> Iterator[torch.UntypedStorage]:
 
 def _refusal(path: Path, error: BaseException) -> StorageError:
     text = str(error)
-    if found := re.search(r"(?:GLOBAL|class|function) ([\w.<>']+)", text):
+    if match := re.search(r"(?:GLOBAL|class|function) ([\w.<>']+)", text):
         return StorageError(
             "a file names a class or function that is not admitted",
             where=str(path),
-            got=found[1][:200],
+            got=match[1][:200],
             want="tensors, numbers, text, lists and dicts",
             hint="no code was run; save the file again without it",
         )
@@ -141,8 +141,8 @@ def source_of(where: str, kept: Mapping[str, ForeignLeaf], extra: dict[str, Any]
             kept[name].read(start, out)
 
     first: dict[Hashable, str] = {}
-    aliases = {name: first.setdefault(one.place, name) for name, one in kept.items() if one.place is not None}
-    leaves = {name: one.leaf for name, one in kept.items()}
+    aliases = {name: first.setdefault(item.place, name) for name, item in kept.items() if item.place is not None}
+    leaves = {name: item.leaf for name, item in kept.items()}
     return Source(where, leaves, read, extra, tuple(composition), aliases)
 
 

@@ -40,7 +40,7 @@ def weights(path: str | os.PathLike[str]) -> Source:
     path = Path(path)
     file = _in_directory(path) if path.is_dir() else path
     kept = dict(_indexed(file) if file.name.endswith(INDEX) else _tensors(file).items())
-    return source_of(str(path), {f"params.{name}": one for name, one in kept.items()}, {}, ())
+    return source_of(str(path), {f"params.{name}": leaf for name, leaf in kept.items()}, {}, ())
 
 
 def _in_directory(folder: Path) -> Path:
@@ -48,14 +48,14 @@ def _in_directory(folder: Path) -> Path:
     kinds = (f"*{SAFETENSORS}{INDEX}", f"*{SAFETENSORS}", f"*.bin{INDEX}", "pytorch_model.bin")
     kinds += tuple(f"*{ending}" for ending in TORCH)
     for kind in kinds:
-        found = sorted(folder.glob(kind))
-        if len(found) > 1:
-            got, hint = ", ".join(p.name for p in found[:5]), f"give the file: weights({str(found[0])!r})"
+        paths = sorted(folder.glob(kind))
+        if len(paths) > 1:
+            got, hint = ", ".join(p.name for p in paths[:5]), f"give the file: weights({str(paths[0])!r})"
             raise refusal(
                 "a directory has several files of weights", str(folder), got, "one, or an index of them all", hint
             )
-        if found:
-            return found[0]
+        if paths:
+            return paths[0]
     got = ", ".join(sorted(os.listdir(folder))[:5])
     raise refusal("there are no weights here", str(folder), got, f"one of {', '.join(kinds)}")
 
@@ -65,8 +65,8 @@ def _tensors(file: Path) -> dict[str, ForeignLeaf]:
     if file.name.endswith(SAFETENSORS):
         return dict(_safetensors(file))
     if file.name.endswith(TORCH):
-        found = _state_dict(open_torch(file), str(file))
-        return {name: whole(x, f"{file}: {name}") for name, x in found.items()}
+        tensors = _state_dict(open_torch(file), str(file))
+        return {name: whole(x, f"{file}: {name}") for name, x in tensors.items()}
     where, want = str(file), f"a name that ends in {', '.join((SAFETENSORS, *TORCH, INDEX))}"
     raise refusal("this is not a file of weights", where, file.name[:80] if os.path.exists(file) else "nothing", want)
 
@@ -86,12 +86,12 @@ def _indexed(index: Path) -> Iterator[tuple[str, ForeignLeaf]]:
         if Path(shard).name != shard or shard.startswith(".") or "\0" in shard or shard.endswith(INDEX):
             got = repr(shard)[:80]
             raise refusal("an index leads out of its directory", str(index), got, "the name of a file beside it")
-        for name, one in _tensors(index.parent / shard).items():
+        for name, leaf in _tensors(index.parent / shard).items():
             if name in seen:
                 where = f"{index}: {name}"
                 raise refusal("two shards have a tensor of the same name", where, f"{seen[name]} and {shard}")
             seen[name] = shard
-            yield name, one
+            yield name, leaf
     for name, shard in table.items():
         if seen.get(name) != shard:
             got = f"in {seen[name]}" if name in seen else "nowhere"
@@ -102,56 +102,56 @@ def _indexed(index: Path) -> Iterator[tuple[str, ForeignLeaf]]:
         raise refusal("a shard has a tensor that the index does not name", where, f"in {seen[name]}", hint=hint)
 
 
-def _state_dict(found: Any, where: str) -> dict[str, Any]:
+def _state_dict(content: Any, where: str) -> dict[str, Any]:
     """Return the state dict in what torch.save wrote: the dict itself, or the only one in it."""
-    if not isinstance(found, dict):
-        raise StorageError("a file does not hold a state dict", where=where, got=type(found).__name__, want="a dict")
-    if "ds_version" in found:  # a file of a DeepSpeed checkpoint, whose module may hold all weights, or names only
-        module = found.get("module")
+    if not isinstance(content, dict):
+        raise StorageError("a file does not hold a state dict", where=where, got=type(content).__name__, want="a dict")
+    if "ds_version" in content:  # a file of a DeepSpeed checkpoint, whose module may hold all weights, or names only
+        module = content.get("module")
         if not isinstance(module, dict) or any(isinstance(x, Tensor) and not x.numel() for x in module.values()):
             hint = "give its directory: fds.import_deepspeed(dir, ...)"
             raise refusal("this is a file of a DeepSpeed checkpoint without the weights", where, hint=hint)
-        found = {"module": module}
-    nested = [key for key in NESTED if isinstance(found.get(key), dict)]
-    if len(nested) > 1 or (nested and any(isinstance(x, Tensor) for x in found.values())):
-        want = f"tensors, or one of {', '.join(NESTED)}"
-        raise refusal("it is not clear which of these is the state dict", where, ", ".join(map(str, found))[:200], want)
-    found = found[nested[0]] if nested else found
-    if not found:
+        content = {"module": module}
+    nested = [key for key in NESTED if isinstance(content.get(key), dict)]
+    if len(nested) > 1 or (nested and any(isinstance(x, Tensor) for x in content.values())):
+        got, want = ", ".join(map(str, content))[:200], f"tensors, or one of {', '.join(NESTED)}"
+        raise refusal("it is not clear which of these is the state dict", where, got, want)
+    content = content[nested[0]] if nested else content
+    if not content:
         raise StorageError("a state dict is empty", where=where)
-    for name in found:
+    for name in content:
         if not isinstance(name, str):
             raise StorageError("a name in a state dict is not a string", where=where, got=repr(name)[:80])
-    return found
+    return content
 
 
 def _safetensors(file: Path) -> Iterator[tuple[str, ForeignLeaf]]:
     """Yield the leaves of a safetensors file, which must cover every byte after the header."""
     try:
         with open(file, "rb", opener=_open) as opened:
-            found = os.fstat(opened.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            about = os.fstat(opened.fileno())
+            if not stat.S_ISREG(about.st_mode):
                 raise ValueError("it is not a regular file")
             length = int.from_bytes(opened.read(8), "little")
-            if not 2 <= length <= min(MAX_HEADER, found.st_size - 8):
-                raise ValueError(f"a header of {length} bytes in a file of {found.st_size}")
+            if not 2 <= length <= min(MAX_HEADER, about.st_size - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {about.st_size}")
             header = parse_json(opened.read(length))
         header.pop("__metadata__", None)
         places = {name: _place(**entry) for name, entry in header.items()}
         end = 0
-        for name, (_, _, first, last) in sorted(places.items(), key=lambda one: one[1][2:]):
+        for name, (_, _, first, last) in sorted(places.items(), key=lambda item: item[1][2:]):
             if first != end:
                 raise ValueError(f"{name} begins at byte {first} of the data, and what is before it ends at {end}")
             end = last
-        if 8 + length + end != found.st_size:
-            raise ValueError(f"{8 + length + end} bytes by its header, and {found.st_size} in the file")
+        if 8 + length + end != about.st_size:
+            raise ValueError(f"{8 + length + end} bytes by its header, and {about.st_size} in the file")
     except FileNotFoundError as error:
         raise StorageError("a file is missing", where=str(file)) from error
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise refusal("a file cannot be read", str(file), str(error)[:300], "a whole safetensors file") from error
     for name, (code, shape, first, _) in places.items():
         leaf = SavedLeaf(dtype_name(_DTYPES[code]), shape, ())
-        yield name, ForeignLeaf(leaf, _reader(file, 8 + length + first, found.st_size))
+        yield name, ForeignLeaf(leaf, _reader(file, 8 + length + first, about.st_size))
 
 
 def _place(dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[str, tuple[int, ...], int, int]:

@@ -40,12 +40,12 @@ def rectangles(box: Box, start: int, end: int) -> list[Placed]:
     >>> rectangles(((0, 3), (4, 2)), 1, 6)
     [(0, ((0, 1), (5, 1))), (1, ((1, 2), (4, 2)))]
     """
-    found, at = [], 0
+    placed, at = [], 0
     for inside in _rectangles(sizes(box), start, end):
-        one = tuple((first + low, n) for (first, _), (low, n) in zip(box, inside, strict=True))
-        found.append((at, one))
-        at += numel(one)
-    return found
+        rectangle = tuple((first + low, n) for (first, _), (low, n) in zip(box, inside, strict=True))
+        placed.append((at, rectangle))
+        at += numel(rectangle)
+    return placed
 
 
 def _rectangles(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
@@ -97,21 +97,21 @@ def by_box(flat: Tensor, ranges: Ranges, start: int) -> Iterator[tuple[Box, int,
     ((0, 2), (9, 1)) 1 [[7]]
     """
     all_of_it = whole(shape_at(ranges))
-    given, before = (rectangles(all_of_it, i, j) for i, j in ((start, start + len(flat)), (0, start)))
-    along = [zip(one, itertools.accumulate((n for _, n in one), initial=0), strict=False) for one in ranges]
+    placed, before = (rectangles(all_of_it, i, j) for i, j in ((start, start + len(flat)), (0, start)))
+    along = [zip(part, itertools.accumulate((n for _, n in part), initial=0), strict=False) for part in ranges]
     for choice in itertools.product(*along):
-        box, inside = tuple(one for one, _ in choice), tuple((first, n) for (_, n), first in choice)
-        at = sum(numel(both) for _, one in before if (both := common(one, inside)) is not None)
-        for first, one in given:
-            if (both := common(one, inside)) is not None:
-                yield box, at, _view(flat, first, one, both)
+        box, inside = tuple(part for part, _ in choice), tuple((first, n) for (_, n), first in choice)
+        at = sum(numel(both) for _, part in before if (both := common(part, inside)) is not None)
+        for first, part in placed:
+            if (both := common(part, inside)) is not None:
+                yield box, at, _view(flat, first, part, both)
                 at += numel(both)
 
 
 def common(a: Box, b: Box) -> Box | None:
     """Return the box that two boxes share, None where they share no element."""
-    found = tuple((max(i, j), min(i + n, j + m) - max(i, j)) for (i, n), (j, m) in zip(a, b, strict=True))
-    return None if any(n <= 0 for _, n in found) else found
+    shared = tuple((max(i, j), min(i + n, j + m) - max(i, j)) for (i, n), (j, m) in zip(a, b, strict=True))
+    return None if any(n <= 0 for _, n in shared) else shared
 
 
 def shares(a: Sequence[Placed], b: Sequence[Placed]) -> bool:
@@ -119,11 +119,11 @@ def shares(a: Sequence[Placed], b: Sequence[Placed]) -> bool:
     return any(common(x, y) is not None for _, x in a for _, y in b)
 
 
-def copy_common(out: Tensor, wanted: Sequence[Placed], x: Tensor, given: Sequence[Placed]) -> int:
+def copy_common(out: Tensor, wanted: Sequence[Placed], x: Tensor, placed: Sequence[Placed]) -> int:
     """Copy what two flat ranges have in common from `x` to `out`, both (length,); return the number of elements."""
     count = 0
     for at, a in wanted:
-        for origin, b in given:
+        for origin, b in placed:
             both = common(a, b)
             if both is not None:
                 _view(out, at, a, both).copy_(_view(x, origin, b, both))
@@ -163,9 +163,9 @@ def runs(shape: Sequence[int], placed: Iterable[Placed]) -> Iterator[tuple[int, 
             at += length
 
 
-def apart(found: Iterable[Box]) -> bool:
+def apart(boxes: Iterable[Box]) -> bool:
     """Return whether boxes of one leaf are cells of a grid: along every dim equal, or without a common index."""
-    for along in zip(*found, strict=True):
+    for along in zip(*boxes, strict=True):
         ordered = sorted(set(along))
         if any(i + n > j for (i, n), (j, _) in itertools.pairwise(ordered)):
             return False

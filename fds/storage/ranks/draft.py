@@ -193,16 +193,16 @@ class Draft:
 
     def manifest(self, records: list[RankRecord]) -> Manifest:
         """Return the manifest, given the records of the ranks."""
-        found: dict[str, list[Chunk]] = {name: [] for name in self.union.leaves}
+        chunks_of: dict[str, list[Chunk]] = {name: [] for name in self.union.leaves}
         for record in records:
             for name, box, start, chunks in record["pieces"]:
                 itemsize = DTYPES[self.union.leaves[name].dtype].itemsize
                 box = None if box is None else tuple(map(tuple, box))
                 for offset, num_bytes, sum_ in chunks:
-                    found[name].append(Chunk(record["file"], offset, start, num_bytes // itemsize, sum_, box))
+                    chunks_of[name].append(Chunk(record["file"], offset, start, num_bytes // itemsize, sum_, box))
                     start += num_bytes // itemsize
         leaves = {
-            name: attrs.evolve(leaf, chunks=tuple(sorted(found[name], key=Chunk.order)))
+            name: attrs.evolve(leaf, chunks=tuple(sorted(chunks_of[name], key=Chunk.order)))
             for name, leaf in self.union.leaves.items()
         }
         files = {r["file"]: File(r["bytes"], r["header"]) for r in records if r["pieces"]}

@@ -46,8 +46,8 @@ class Ranks:
         if dims.everyone is None:
             return cls(partial=partial)
         mirrors = frozenset(name for name, memory in step.memory.items() if memory.mirrors)
-        found = cls(dims.everyone, doing, dims.everyone.index, dims, mirrors, partial)
-        return found if step.synchronize is None else attrs.evolve(found, agrees=step.synchronize.agrees)
+        ranks = cls(dims.everyone, doing, dims.everyone.index, dims, mirrors, partial)
+        return ranks if step.synchronize is None else attrs.evolve(ranks, agrees=step.synchronize.agrees)
 
     @property
     def apart(self) -> bool:
@@ -91,8 +91,8 @@ class Ranks:
             raise
         except BaseException as caught:
             error = caught
-        own = [exchange.mine, None] if error is None else [None, fields(error)]
-        replies = self.everyone.exchange(own, self.doing)
+        sent = [exchange.mine, None] if error is None else [None, fields(error)]
+        replies = self.everyone.exchange(sent, self.doing)
         if error is not None and not isinstance(error, Exception):
             raise error  # Ctrl-C: the others have been informed
         failed = {rank: fields for rank, (_, fields) in zip(self.everyone.ranks, replies, strict=True) if fields}
@@ -103,10 +103,10 @@ class Ranks:
 
     def check_equal(self, texts: list[dict[str, str]]) -> None:
         """Raise `StorageError`, on every rank, for the first name under which two ranks have different texts."""
-        known: dict[str, tuple[str, int]] = {}
+        seen: dict[str, tuple[str, int]] = {}
         for i, theirs in enumerate(texts):
             for what, value in theirs.items():
-                want, first = known.setdefault(what, (value, i))
+                want, first = seen.setdefault(what, (value, i))
                 if value != want:
                     assert self.everyone is not None
                     raise StorageError(

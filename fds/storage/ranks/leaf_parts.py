@@ -133,10 +133,10 @@ def _term(name: str, x: Tensor, ranks: Ranks) -> LeafPart:
 def _pieces(parts: dict[str, LeafPart], ranks: Ranks) -> dict[str, LeafPart]:
     """Return the parts as pieces of the whole leaves, where this rank holds pieces of parameters."""
     shapes = {path.removeprefix("params."): part.shape for path, part in parts.items() if path.startswith("params.")}
-    found = {}
+    pieces = {}
     for path, part in parts.items():
         if (name := _parameter(path, shapes, ranks.mirrors)) is None:
-            found[path] = part
+            pieces[path] = part
             continue
         place = ranks.dimensions.cells(name, shapes.get(name, part.shape))
         if place is not None and part.shape != shapes.get(name, part.shape):
@@ -148,8 +148,8 @@ def _pieces(parts: dict[str, LeafPart], ranks: Ranks) -> dict[str, LeafPart]:
                 hint="a slot that every rank has alike says so: fds.step.Memory(slot, init, 'replicated')",
             )
         shape, ranges = (part.shape, None) if place is None else place
-        found[path] = attrs.evolve(part, shape=shape, ranges=ranges, parameter=name)
-    return found
+        pieces[path] = attrs.evolve(part, shape=shape, ranges=ranges, parameter=name)
+    return pieces
 
 
 def _parameter(path: str, names: Mapping[str, Any], mirrors: Collection[str]) -> str | None:
@@ -170,31 +170,31 @@ def blank(step: Step, template: State, device: torch.device) -> State:
     sharded = isinstance(template.params, Sharded)
     shown = attrs.evolve(template, opt={}) if sharded else template
     make = torch.zeros if sharded else torch.empty  # empty: pages are first touched by reading
-    residency, own = step.place.residency, []
+    residency, made_leaves = step.place.residency, []
     structure = step.structure_of(template.params)[0] if residency.kinds and device.type != "meta" else None
 
     def leaf(name: str, x: Tensor) -> Tensor:
-        one = None if structure is None else step.resident(structure, name)
-        if is_held(residency, one, x.numel()):
-            found = made(residency, x, one, device)
-            own.append(found)
-            if sharded and structure is not None and one is not None:
-                padded(residency, structure, found, one, step.dimensions.slice)
-            return found
+        leaf_place = None if structure is None else step.resident(structure, name)
+        if is_held(residency, leaf_place, x.numel()):
+            made_leaf = made(residency, x, leaf_place, device)
+            made_leaves.append(made_leaf)
+            if sharded and structure is not None and leaf_place is not None:
+                padded(residency, structure, made_leaf, leaf_place, step.dimensions.slice)
+            return made_leaf
         return make(x.shape, dtype=x.dtype, device="cpu" if name in ON_HOST else device)
 
     state = tree.flatten(shown)[1]([leaf(name, x) for name, x in tree.paths(shown).items()])
     if not sharded:
-        check_apart(residency, own)
+        check_apart(residency, made_leaves)
         return state
-    structure, held = step.structure_of(state.params)
-    flat = [x.view(-1) for x in structure.pick(held)]
+    structure, params = step.structure_of(state.params)
+    flat = [x.view(-1) for x in structure.pick(params)]
     opt = blank_opt(residency, structure, flat, device)
     state = attrs.evolve(state, opt=structure.name_slots(opt))
     if "opt" in residency.kinds:
         leaves = {f"opt.{at}": x for at, x in tree.paths(state.opt).items()}
-        own += [x for at, x in leaves.items() if is_held(residency, step.resident(structure, at), x.numel())]
-    check_apart(residency, own)
+        made_leaves += [x for at, x in leaves.items() if is_held(residency, step.resident(structure, at), x.numel())]
+    check_apart(residency, made_leaves)
     return state
 
 
@@ -212,8 +212,8 @@ def _plain(value: Any, index: int) -> Any:
     """Return a tree in which every `Sharded` is replaced by the user's tree of parts."""
     match value:
         case Sharded(layout=layout):
-            found = _parts_of_buckets(value.buckets, layout, index)
-            return layout.build([found[name] for name in layout.names])
+            parts = _parts_of_buckets(value.buckets, layout, index)
+            return layout.build([parts[name] for name in layout.names])
         case dict():
             return {key: _plain(x, index) for key, x in value.items()}
         case tuple() if hasattr(value, "_fields"):
@@ -240,8 +240,8 @@ def split_version(name: str) -> tuple[str, int]:
     >>> split_version("params.w@version3"), split_version("params.w")
     (('params.w', 3), ('params.w', 0))
     """
-    found = _NAME.fullmatch(name)
-    return (name, 0) if found is None else (found["leaf"], int(found["index"]))
+    match = _NAME.fullmatch(name)
+    return (name, 0) if match is None else (match["leaf"], int(match["index"]))
 
 
 def nearest_version(name: str, have: Container[str]) -> str:

@@ -51,33 +51,33 @@ def open_local(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over
     whole = [save for save in requested if len(ranks_of[save]) == _num_ranks(visible_saves[save])]
     chosen = max(whole or requested, key=lambda save: save[1])
     with ranks.together() as exchange:
-        held = [OpenFolder.of(folder) for folder, _ in visible_saves[chosen]]
-        manifests = [read_manifest(folder) for folder in held]
-        for folder, manifest in zip(held, manifests, strict=True):
+        folders = [OpenFolder.of(folder) for folder, _ in visible_saves[chosen]]
+        manifests = [read_manifest(folder) for folder in folders]
+        for folder, manifest in zip(folders, manifests, strict=True):
             if manifest.saved != chosen[1]:
                 raise refusal("the save was replaced while it was being opened", str(folder.path), hint="load again")
-            _check_parts_agree(manifest, manifests[0], str(folder.path), str(held[0].path))
+            _check_parts_agree(manifest, manifests[0], str(folder.path), str(folders[0].path))
         if not take_over:
-            check_run_to_load(dir, held[0].path, manifests[0].run)
+            check_run_to_load(dir, folders[0].path, manifests[0].run)
         merged, exchange.mine = _merge(manifests), _common_texts(manifests[0])
     ranks.check_equal(exchange.all)
-    return save_source(merged, held, verify=verify)
+    return save_source(merged, folders, verify=verify)
 
 
-def _visible_saves(dir: Path, own: Path, requested: str | None) -> dict[SaveId, SaveParts]:
+def _visible_saves(dir: Path, mine: Path, requested: str | None) -> dict[SaveId, SaveParts]:
     """Return every save of which this rank can see a part, its own first.
 
     Raises `StorageError` for an unreadable manifest of the requested tag, or of a save that may be the last.
     """
-    runs = [p for p in sorted(dir.glob("rank*")) if re.fullmatch(r"rank\d+", p.name) and p != own]
+    runs = [p for p in sorted(dir.glob("rank*")) if re.fullmatch(r"rank\d+", p.name) and p != mine]
     visible_saves: dict[SaveId, SaveParts] = {}
-    for run in [own, *runs]:
+    for run in [mine, *runs]:
         for tag in tags(run):
             for folder in versions(run, tag):
                 try:
                     manifest = read_manifest(folder)
                 except StorageError:
-                    if requested == tag or (requested is None and (run == own or _may_be_last(run, tag))):
+                    if requested == tag or (requested is None and (run == mine or _may_be_last(run, tag))):
                         raise
                     continue  # if this part is needed, it will be missing
                 visible_saves.setdefault((tag, manifest.saved), []).append((folder, manifest))
@@ -124,33 +124,33 @@ def _listed(saves: Iterable[SaveId]) -> str:
     return ", ".join(sorted({tag for tag, _ in saves}))
 
 
-def _indices(found: SaveParts) -> list[int]:
+def _indices(parts: SaveParts) -> list[int]:
     """Return the ranks whose parts of a save are visible."""
-    return [(manifest.part or (0, 1))[0] for _, manifest in found]
+    return [(manifest.part or (0, 1))[0] for _, manifest in parts]
 
 
-def _num_ranks(found: SaveParts) -> int:
-    return (found[0][1].part or (0, 1))[1]
+def _num_ranks(parts: SaveParts) -> int:
+    return (parts[0][1].part or (0, 1))[1]
 
 
 def _merge(manifests: list[Manifest]) -> Manifest:
     """Return the manifests of several parts as one."""
     first = manifests[0]
     leaves = {
-        name: attrs.evolve(leaf, chunks=_increasing(c for one in manifests for c in one.leaves[name].chunks))
+        name: attrs.evolve(leaf, chunks=_increasing(c for manifest in manifests for c in manifest.leaves[name].chunks))
         for name, leaf in first.leaves.items()
     }
     for name, leaf in leaves.items():
         if not boxes.apart({chunk.box or boxes.whole(leaf.shape) for chunk in leaf.chunks}):
             got, want = "boxes that share elements", "each element in one box"
             raise refusal("the parts of this save overlap", name, got, want, "is one of them of another run?")
-    return attrs.evolve(first, files={n: f for one in manifests for n, f in one.files.items()}, leaves=leaves)
+    return attrs.evolve(first, files={n: f for manifest in manifests for n, f in manifest.files.items()}, leaves=leaves)
 
 
 def _increasing(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
     """Return those of overlapping chunks that are needed, in order: of each box, each ends after the one before."""
-    found: list[Chunk] = []
+    needed: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda c: (*c.order(), -c.length, c.file)):
-        if not found or chunk.box != found[-1].box or chunk.end > found[-1].end:
-            found.append(chunk)
-    return tuple(found)
+        if not needed or chunk.box != needed[-1].box or chunk.end > needed[-1].end:
+            needed.append(chunk)
+    return tuple(needed)

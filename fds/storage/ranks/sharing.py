@@ -34,19 +34,19 @@ class AllLeaves:
         For each place one rank reports its leaves. Several places have parameters of tied layers, and step, calls and
         key. Raises `StorageError`, on every rank, for a leaf with several shapes or dtypes.
         """
-        own = {name: part.leaf() for name, part in parts.items()}
+        mine = {name: part.leaf() for name, part in parts.items()}
         if not ranks.apart:
-            return cls(own, dict.fromkeys(own, 0))
+            return cls(mine, dict.fromkeys(mine, 0))
         with ranks.together() as exchange:
             reports = not any(index for index, _ in ranks.dimensions.copies(None, sliced=False))
-            exchange.mine = [ranks.place, [[name, x.dtype, x.shape] for name, x in own.items()] if reports else []]
+            exchange.mine = [ranks.place, [[name, x.dtype, x.shape] for name, x in mine.items()] if reports else []]
         by_place = [
             (place, {name: SavedLeaf(dtype, tuple(shape), ()) for name, dtype, shape in leaves})
             for place, leaves in exchange.all
         ]
         ranks.check_equal([{f"leaf {name}": str(x) for name, x in leaves.items()} for _, leaves in by_place])
         union, first = dict[str, SavedLeaf](), dict[str, int]()
-        for place, leaves in sorted(by_place, key=lambda one: one[0]):
+        for place, leaves in sorted(by_place, key=lambda report: report[0]):
             for name, leaf in leaves.items():
                 union.setdefault(name, leaf)
                 first.setdefault(name, place)
@@ -104,8 +104,8 @@ def pieces_of_rank(parts: Mapping[str, LeafPart], union: AllLeaves, ranks: Ranks
 
 def all_pieces(parts: Mapping[str, LeafPart]) -> list[LeafPiece]:
     """Return all that this rank holds, which it writes to a save of its own."""
-    held = ((name, part) for name, part in parts.items() if part.tensor.numel())
-    return align(piece for name, part in held for piece in _pieces(name, part, part.written))
+    filled = ((name, part) for name, part in parts.items() if part.tensor.numel())
+    return align(piece for name, part in filled for piece in _pieces(name, part, part.written))
 
 
 def align(pieces: Iterable[LeafPiece]) -> list[LeafPiece]:
@@ -125,13 +125,13 @@ def _share(parts: list[tuple[str, LeafPart]], index: int, num_ranks: int) -> Ite
             if size:
                 yield from _pieces(name, part, part.written)
         elif first < last:
-            some = attrs.evolve(part, start=part.start + first)
-            yield from _pieces(name, some, part.tensor.reshape(-1)[first:last])
+            shared = attrs.evolve(part, start=part.start + first)
+            yield from _pieces(name, shared, part.tensor.reshape(-1)[first:last])
         position += size
 
 
 def _pieces(name: str, part: LeafPart, x: Tensor) -> Iterator[LeafPiece]:
-    return (LeafPiece(name, start, one, box) for box, start, one in part.by_box(x))
+    return (LeafPiece(name, start, view, box) for box, start, view in part.by_box(x))
 
 
 def _cut(border: int, size: int) -> int:

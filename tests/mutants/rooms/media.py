@@ -62,8 +62,8 @@ MUTANTS = (
     Mutant(
         "parts-of-pages-are-written-whole",
         "fds/media/drive.py",
-        "return known if start % PAGE == 0 and alone else None",
-        "return known",
+        "return record if start % PAGE == 0 and alone else None",
+        "return record",
         "a write to a part of a leaf reaches what is beside it",
         "tests/media/test_disk.py",
     ),
@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant(
         "kept-activations-add-up-for-ever",
         "fds/media/activations.py",
-        "weakref.finalize(found, self.tally.add, -part.nbytes).atexit = False",
+        "weakref.finalize(kept, self.tally.add, -part.nbytes).atexit = False",
         "pass",
         "describe says that every microbatch's activations are on the disk at once",
         "tests/transforms/test_checkpoint_store.py -k described",

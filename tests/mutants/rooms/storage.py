@@ -134,15 +134,15 @@ MUTANTS = (
     Mutant(
         "shares-start-at-the-leaf",
         "fds/storage/ranks/sharing.py",
-        "some = attrs.evolve(part, start=part.start + first)",
-        "some = attrs.evolve(part, start=first)",
+        "shared = attrs.evolve(part, start=part.start + first)",
+        "shared = attrs.evolve(part, start=first)",
         "replicas that share the writing of a slice put it at the beginning of its leaf",
         "tests/storage/test_sharing.py",
     ),
     Mutant(
         "boxes-start-at-the-piece",
         "fds/storage/format/boxes.py",
-        "at = sum(numel(both) for _, one in before if (both := common(one, inside)) is not None)",
+        "at = sum(numel(both) for _, part in before if (both := common(part, inside)) is not None)",
         "at = 0",
         "a slice of a piece of several parts is written to the beginning of each part",
         "tests/storage/test_boxes.py tests/tensor_axis/test_saves.py",

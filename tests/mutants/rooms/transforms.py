@@ -126,8 +126,8 @@ MUTANTS = (
     Mutant(
         "slices-stay-beside-the-whole",
         "fds/media/activations.py",
-        "found.source, found.copy = None, part",
-        "found.copy = part",
+        "kept.source, kept.copy = None, part",
+        "kept.copy = part",
         "every rank keeps what it cuts into slices whole as well",
         "tests/transforms/test_checkpoint_partition.py -k share",
     ),
