@@ -256,7 +256,6 @@ class RepeatingLoader:
         raise DataError("an epoch without a batch", got=got, want=want, hint=hint)
 
     def _advance(self) -> None:
-        """Move on to the next epoch."""
         if isinstance(self.loader, DistributedLoader):
             self.loader = self.loader.next_epoch()
         for sampler in _samplers(self.loader):

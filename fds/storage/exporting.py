@@ -23,7 +23,7 @@ from fds.errors import StorageError, did_you_mean
 from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step, seen_parameters
-from fds.storage.disk.copying import in_memory
+from fds.storage.disk.copying import in_memory, write_at
 from fds.storage.disk.files import check_path, refusal
 from fds.storage.disk.placing import INDEX, replace_files, write_errors
 from fds.storage.disk.writer import BLOCK
@@ -96,7 +96,6 @@ def export_weights(
 
 
 def _check_options(dtype: Any, max_shard_bytes: Any) -> None:
-    """Raise `StorageError` for a dtype or a shard size that cannot be exported."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in CODES):
         floats = ", ".join(name for name, x in DTYPES.items() if x.is_floating_point)
         where = "dtype"
@@ -166,7 +165,6 @@ def _consecutive(pieces: Iterable[LeafPiece], union: AllLeaves) -> Pieces:
 
 
 def _check_whole_state(state: State) -> None:
-    """Raise `StorageError` for a state without its step that may be a part of a state, as on one of many ranks."""
     size = mesh(ranks=-1).size
     if isinstance(state.params, Sharded) or size > 1:
         where = f", on one of {size} ranks" if size > 1 else ""
@@ -212,7 +210,8 @@ class Export:
     ) -> Export:
         """Return the plan of the files, given all leaves. Raises `StorageError` for a tree that does not exist."""
         names, alone = _names(leaves, tree), path.suffix == ".safetensors"
-        as_ = {key: _cast(DTYPES[leaves[key].dtype], dtype) for key in names}
+        saved = {key: DTYPES[leaves[key].dtype] for key in names}
+        as_ = {key: dtype if dtype is not None and old.is_floating_point else old for key, old in saved.items()}
         size = {key: math.prod(leaves[key].shape) * as_[key].itemsize for key in names}
         shards, room = [[]], max_shard_bytes
         for key in names:
@@ -272,7 +271,7 @@ class Export:
                 for i in range(0, len(flat), most):
                     block = in_memory(flat[i : i + most]).to(place.dtype).resolve_conj().resolve_neg()
                     block = block.to("cpu").contiguous()
-                    _write_at(opened[place.file], as_bytes(block), place.offset + (start + i) * place.dtype.itemsize)
+                    write_at(opened[place.file], as_bytes(block), place.offset + (start + i) * place.dtype.itemsize)
             for fd in opened.values():
                 os.fsync(fd)
 
@@ -306,14 +305,3 @@ def _names(leaves: Mapping[str, SavedLeaf], tree: str) -> dict[str, str]:
     if "__metadata__" in {*chosen, *buffers}:
         raise StorageError("this name is reserved in safetensors files", where="__metadata__", hint="rename it")
     return {key: name for names in (chosen, buffers) for name, key in names.items()}
-
-
-def _cast(saved: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and saved.is_floating_point else saved
-
-
-def _write_at(fd: int, data: Tensor, offset: int) -> None:
-    left = data.numpy().data
-    while len(left):
-        written = os.pwrite(fd, left, offset)
-        left, offset = left[written:], offset + written

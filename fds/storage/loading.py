@@ -169,13 +169,11 @@ def _find_save(dir: Path, tag: str | None, attempts: int = 5) -> tuple[OpenFolde
 
 
 def _open_folder(folder: Path) -> tuple[OpenFolder, Manifest]:
-    """Return a save's folder, opened, and the manifest in it."""
     opened = OpenFolder.of(folder)
     return opened, read_manifest(opened)
 
 
 def _modified(dir: Path) -> int:
-    """Return the modification time of a directory, 0 if it does not exist."""
     try:
         return os.stat(dir).st_mtime_ns
     except OSError:

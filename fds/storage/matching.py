@@ -128,7 +128,6 @@ def _without_partial_slots(
 
 
 def _slots_of(leaves: Iterable[str]) -> dict[str, set[str]]:
-    """Return the optimizer's slots by parameter name."""
     by_param: dict[str, set[str]] = {}
     for name in leaves:
         if _kind(name) == "opt":
@@ -137,7 +136,6 @@ def _slots_of(leaves: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _warn_of_slots(source: Source, want: Mapping[str, SavedLeaf], names: Mapping[str, str]) -> None:
-    """Warn of slots that only the source or only the state has."""
     missing = [name for name in want if _is_slot(name) and name not in names]
     unexpected = [name for name in source.leaves if _is_slot(name) and name not in names.values()]
     if missing or unexpected:

@@ -140,7 +140,6 @@ def locate(text: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, 
 
 
 def _compared(leaf: Difference, first: Source, second: Source) -> Difference:
-    """Return the difference, completed by a comparison of the elements."""
     for x, y in _pairs(first, second, leaf.name):
         differ = _differing(x, y)
         count = int(differ.sum())
@@ -170,7 +169,6 @@ def _pairs(first: Source, second: Source, name: str) -> Iterator[tuple[Tensor, T
 
 
 def _differing(x: Tensor, y: Tensor) -> Tensor:
-    """Return which elements differ, (length,) bool."""
     if x.dtype == y.dtype:
         bits = BITS[x.element_size()]
         return as_bytes(x).view(bits) != as_bytes(y).view(bits)
@@ -179,7 +177,6 @@ def _differing(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _distances(x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Return the largest absolute and relative distance, over elements that differ."""
     x, y = _wide(x), _wide(y)
     far = (x - y).abs()
     relative = torch.where(far == 0, 0.0, far / torch.maximum(x.abs(), y.abs()))

@@ -233,7 +233,6 @@ def _start(
 def _run(
     saving: Saving, draft: Draft, readers: set, resources: contextlib.ExitStack, start_failed: threading.Event
 ) -> None:
-    """Write this rank's part; then report it, or publish the save."""
     try:
         with write_errors(draft.dir), resources:
             if not draft.leads:
@@ -268,7 +267,6 @@ class _FailedElsewhere(Exception):
 
 
 def _write_part(saving: Saving, draft: Draft, readers: set) -> None:
-    """Write this rank's part and report it to the first rank. Raises `OSError`."""
     path = _path(draft, draft.ranks.index, "json")
     unfinished = path.with_suffix(".new")
     try:
@@ -308,7 +306,6 @@ def _write_and_publish(
 
 
 def _report_of(draft: Draft, rank: int) -> RankRecord:
-    """Return a rank's report. Raises `StorageError` for a rank that died."""
     path = _path(draft, rank, "json")
     if not path.exists():
         raise StorageError("a rank was lost before its part of the save was written", where=f"rank {rank}")

@@ -54,7 +54,7 @@ def save(source: Source) -> Iterator[RenderableType]:
     yield escaped(source.where)
     if source.composition:
         yield "\ncomposition:\n" + "\n".join(f"  {escaped(transform)}" for transform in source.composition)
-    rows = [[name, leaf.dtype, shape(leaf), files(leaf)] for name, leaf in source.leaves.items()]
+    rows = [[name, leaf.dtype, str(leaf.shape), files(leaf)] for name, leaf in source.leaves.items()]
     yield ""
     yield table(["leaf", "dtype", "shape", "files"], rows)
     totals: dict[str, list[SavedLeaf]] = {}
@@ -103,11 +103,6 @@ def table(columns: list[str], rows: list[list[str]]) -> Table:
     for row in rows:
         made.add_row(*(Text(escaped(cell)) for cell in row))
     return made
-
-
-def shape(leaf: SavedLeaf) -> str:
-    """Return a shape as (2, 3)."""
-    return str(leaf.shape)
 
 
 def files(leaf: SavedLeaf) -> str:

@@ -86,12 +86,17 @@ def copy_to(x: Tensor, values: Tensor) -> None:
     if extent is None:
         x.copy_(values)
         return
-    left, offset = as_bytes(values.to("cpu", x.dtype).contiguous()).numpy().data, extent.offset
     fd = os.open(f"/proc/self/fd/{extent.fd}", os.O_WRONLY | os.O_CLOEXEC)
     try:
-        while len(left):
-            count = os.pwrite(fd, left, offset)
-            left, offset = left[count:], offset + count
+        write_at(fd, as_bytes(values.to("cpu", x.dtype).contiguous()), extent.offset)
         os.posix_fadvise(fd, extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)  # write it back soon
     finally:
         os.close(fd)
+
+
+def write_at(fd: int, data: Tensor, offset: int) -> None:
+    """Write a contiguous CPU tensor (num_bytes,) uint8 to a file, from `offset` on. Raises `OSError`."""
+    left = data.numpy().data
+    while len(left):
+        count = os.pwrite(fd, left, offset)
+        left, offset = left[count:], offset + count

@@ -17,7 +17,6 @@ import contextlib
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,7 +153,6 @@ def _put_in_place(dir: Path, tag: str, new: Path) -> None:
 
 
 def _is_unnamed(tag: str) -> bool:
-    """Say whether a save has the name of one that was given none."""
     return re.fullmatch(r"step\d{8,}", tag) is not None
 
 
@@ -232,7 +230,6 @@ def _latest(dir: Path, have: list[str]) -> str:
 
 
 def _hint(dir: Path) -> str:
-    """Return a hint for a path that is the folder of a save, or above the directory of a run."""
     if (dir / NAME).exists():
         return f"this is one save; load({str(dir.parent)!r}, ..., tag={dir.name!r})"
     below = [p.name for p in dir.iterdir() if p.is_dir() and tags(p)] if dir.is_dir() else []
@@ -242,7 +239,6 @@ def _hint(dir: Path) -> str:
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Raise `StorageError` for what must not be replaced: a file, or a folder with other files than a save has."""
     if os.path.lexists(folder) and (unexpected := _not_a_save(folder)):
         where, want, hint = str(folder), f"nothing, or {NAME} and *.safetensors", "choose another tag"
         raise refusal("what exists under this tag is not a save, and is not replaced", where, unexpected, want, hint)
@@ -276,11 +272,6 @@ def remember_run(dir: Path, run: str) -> None:
     _runs[os.path.realpath(dir)] = run
 
 
-def run_to_save(dir: Path) -> str:
-    """Return the id of the run that this process goes on with in a directory, or else of one that begins."""
-    return remembered_run(dir) or uuid.uuid4().hex
-
-
 def last_run(dir: Path) -> str | None:
     """Return the id of the run that saved last in a directory, None where there is none or an older version saved."""
     return run_of(dir / latest_known(dir))
@@ -308,7 +299,6 @@ def check_run_to_load(dir: Path, folder: Path, run: str | None) -> None:
 
 
 def _describe_run(folder: Path, run: str | None) -> str:
-    """Return which save of which run a folder has, when it was written, and what composed its step."""
     with contextlib.suppress(StorageError):
         saved = read_manifest(folder)
         composed = ", ".join(saved.composition)

@@ -111,7 +111,6 @@ def touch_fresh(x: Tensor) -> None:
 
 
 def _open_file(folder: OpenFolder, name: str, size: int) -> int:
-    """Open a file and check its size. Raises `StorageError`."""
     path = folder.path / name
     try:
         fd = folder.open(name)
@@ -158,7 +157,6 @@ def _check_header(fd: int, path: Path, want: File) -> int:
 
 
 def _fill(fd: int, data: memoryview, offset: int, where: str) -> None:
-    """Read until `data` is full. Raises `StorageError` if the file ends earlier."""
     done = 0
     while done < len(data):
         try:

@@ -126,7 +126,6 @@ def _dict(path: Path) -> dict[str, Any]:
 
 
 def _check_supported(folder: Path, names: list[str]) -> None:
-    """Raise `StorageError` for kinds of files that are not imported."""
     experts = [name for name in names if _EXPERTS.fullmatch(name)]
     split = [name for name in names if (found := _LAYER.fullmatch(name)) and int(found[2] or 0) > 0]
     for what, got in (
@@ -142,7 +141,6 @@ def _check_supported(folder: Path, names: list[str]) -> None:
 
 
 def _check_complete(checkpoint: Checkpoint) -> None:
-    """Raise `StorageError` if the files state that others are missing, or belong to another checkpoint."""
     where, first = str(checkpoint.folder), checkpoint.stages[0].models[0]
     dims = first.get("checkpoint_parallel_dimensions")
     split = dims.get("tp_degree", 1) if isinstance(dims, dict) else 1

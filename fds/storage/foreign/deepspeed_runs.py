@@ -189,7 +189,6 @@ def _names(stage: StageFiles) -> dict[str, int]:
 
 
 def _trained(checkpoint: Checkpoint, i: int, module: ModuleTensors) -> OptimizerState:
-    """Return the optimizer state of a stage."""
     stage, where = checkpoint.stages[i], str(checkpoint.folder)
     shapes = {name: tuple(x.shape) for name, x in module.params.items()}
     if (universal := checkpoint.folder / UNIVERSAL).is_dir():

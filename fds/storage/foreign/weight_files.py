@@ -14,7 +14,7 @@ from torch import Tensor
 from fds.errors import StorageError
 from fds.storage.disk.files import parse_json, read_small, refusal
 from fds.storage.foreign.foreign_leaf import ForeignLeaf, open_torch, source_of, whole
-from fds.storage.format.manifest import MAX_INT, SavedLeaf
+from fds.storage.format.manifest import SavedLeaf, is_too_large
 from fds.storage.format.tensors import CODES, as_bytes, dtype_name
 from fds.storage.source import Source
 
@@ -61,7 +61,6 @@ def _in_directory(folder: Path) -> Path:
 
 
 def _tensors(file: Path) -> dict[str, ForeignLeaf]:
-    """Return the leaves of one file by their names in it."""
     if file.name.endswith(SAFETENSORS):
         return dict(_safetensors(file))
     if file.name.endswith(TORCH):
@@ -160,19 +159,11 @@ def _place(dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[str, 
         raise ValueError(f"a tensor of dtype {dtype!r:.40}, not one of {', '.join(_DTYPES)}")
     if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
         raise ValueError("sizes and offsets that are not non-negative integers")
-    _check_size(shape)
+    if is_too_large(shape):
+        raise ValueError(f"a tensor {shape}"[:200])
     if last - first != math.prod(shape) * _DTYPES[dtype].itemsize:
         raise ValueError(f"{last - first} bytes for a tensor {dtype} {shape}"[:200])
     return dtype, tuple(shape), first, last
-
-
-def _check_size(shape: list[int]) -> None:
-    """Raise `ValueError` for a shape too large for a tensor, even if one of its sizes is 0."""
-    numel = 1
-    for n in shape:
-        numel *= max(n, 1)
-        if numel > MAX_INT:
-            raise ValueError(f"a tensor {shape}"[:200])
 
 
 def _reader(file: Path, offset: int, size: int) -> Callable[[int, Tensor], None]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
+import operator
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,10 +220,7 @@ def _check_leaf(leaf: SavedLeaf, manifest: Manifest, where: str) -> None:
         raise refusal("unknown dtype", f"{where}.dtype", leaf.dtype[:40], ", ".join(DTYPES))
     if any(n < 0 for n in shape):
         raise refusal("a negative size", f"{where}.shape", str(shape)[:80])
-    numel = 1
-    for n in shape:
-        numel = min(numel, MAX_INT) * max(n, 1)  # also of a shape with a zero in it
-    if len(shape) > 64 or numel > MAX_INT:
+    if len(shape) > 64 or is_too_large(shape):
         raise refusal("a shape that is too large for a tensor", f"{where}.shape", str(shape)[:80])
     itemsize, whole = DTYPES[leaf.dtype].itemsize, boxes.whole(shape)
     ends: dict[Box, int] = {}  # by box: how far it is covered
@@ -246,6 +246,11 @@ def _check_leaf(leaf: SavedLeaf, manifest: Manifest, where: str) -> None:
     if not boxes.apart(ends) or not (covered or manifest.part):
         got, want = f"{sum(ends.values())} elements in {len(ends)} boxes", f"{numel}, by its shape {shape}, each once"
         raise refusal("chunks that do not tile their leaf", f"{where}.chunks", got, want[:200])
+
+
+def is_too_large(shape: Sequence[int]) -> bool:
+    """Return whether a shape is too large for a tensor, even if one of its sizes is 0."""
+    return any(numel > MAX_INT for numel in itertools.accumulate((max(n, 1) for n in shape), operator.mul))
 
 
 def _text(record: dict) -> str:

@@ -7,6 +7,7 @@ import datetime
 import importlib.metadata
 import itertools
 import os
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from fds.storage.disk.folders import (
     latest_known,
     publish,
     remember_run,
-    run_to_save,
+    remembered_run,
     unpublished,
 )
 from fds.storage.disk.writer import Span, WrittenChunk, checksum
@@ -123,7 +124,8 @@ class Draft:
             agreed = f"keep={options.keep}, local={local}, take_over={options.take_over}"
             same = {"calls made": str(calls), "options": agreed, **agreement(parts, ranks)}
             same = same if local else {"directory": str(dir), **same}
-            exchange.mine = [tag, _new_time(directory(path, ranks, local)), run_to_save(path), same]
+            run = remembered_run(path) or uuid.uuid4().hex  # that it goes on with, or that begins
+            exchange.mine = [tag, _new_time(directory(path, ranks, local)), run, same]
         ranks.check_equal([same for *_, same in exchange.all])
         tag = _common_tag([tag for tag, *_ in exchange.all], options.tag_validation, ranks)
         union = AllLeaves.of(parts, ranks)

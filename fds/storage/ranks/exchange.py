@@ -91,7 +91,7 @@ class Ranks:
             raise
         except BaseException as caught:
             error = caught
-        sent = [exchange.mine, None] if error is None else [None, fields(error)]
+        sent = [exchange.mine, None] if error is None else [None, _fields(error)]
         replies = self.everyone.exchange(sent, self.doing)
         if error is not None and not isinstance(error, Exception):
             raise error  # Ctrl-C: the others have been informed
@@ -117,8 +117,7 @@ class Ranks:
                     )
 
 
-def fields(error: BaseException) -> list[str]:
-    """Return the fields of an error, as JSON."""
+def _fields(error: BaseException) -> list[str]:
     if isinstance(error, FdsError):
         return [error.what, error.where, error.got, error.want, error.hint]
     return [f"{type(error).__name__}: {error}"[:1000], "", "", "", ""]

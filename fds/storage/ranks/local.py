@@ -107,7 +107,6 @@ def _common_texts(manifest: Manifest) -> dict[str, str]:
 
 
 def _check_parts_agree(manifest: Manifest, first: Manifest, where: str, there: str) -> None:
-    """Raise `StorageError` for a part whose manifest contradicts that of the first part."""
     got, want = _common_texts(manifest), _common_texts(first)
     for what, text in want.items():
         if got.get(what, "nothing") != text:
@@ -125,7 +124,6 @@ def _listed(saves: Iterable[SaveId]) -> str:
 
 
 def _indices(parts: SaveParts) -> list[int]:
-    """Return the ranks whose parts of a save are visible."""
     return [(manifest.part or (0, 1))[0] for _, manifest in parts]
 
 
@@ -134,7 +132,6 @@ def _num_ranks(parts: SaveParts) -> int:
 
 
 def _merge(manifests: list[Manifest]) -> Manifest:
-    """Return the manifests of several parts as one."""
     first = manifests[0]
     leaves = {
         name: attrs.evolve(leaf, chunks=_increasing(c for manifest in manifests for c in manifest.leaves[name].chunks))
