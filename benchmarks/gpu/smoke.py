@@ -19,7 +19,7 @@ from benchmarks.gpu.records import Case, Failed
 from benchmarks.kernel_works import WITHIN, Setting, distance
 from fds import kernels, tree
 from fds.kernels.choice import only
-from fds.media.device import make_page_locked
+from fds.media.medium import make_page_locked
 
 
 def cases(setting: Setting) -> Iterator[Case]:

@@ -7,9 +7,8 @@ once, beside what else is computed, in memory of a known size.
 from fds.media._disk import Disk, disk, place_of
 from fds.media.activations import Blocks, Kept, KeptGroups, Tally
 from fds.media.arena import Extent, extent_of
-from fds.media.device import Device, Host
 from fds.media.mapping import written_in_place
-from fds.media.medium import Medium, medium_of, read, write
+from fds.media.medium import Device, Host, Medium, medium_of, read, write
 
 __all__ = [
     "Blocks",

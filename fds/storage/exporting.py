@@ -23,13 +23,12 @@ from fds.errors import StorageError, did_you_mean
 from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step, seen_parameters
-from fds.storage.disk.copying import in_memory, write_at
 from fds.storage.disk.files import check_path, refusal
 from fds.storage.disk.placing import INDEX, replace_files, write_errors
 from fds.storage.disk.writer import BLOCK
 from fds.storage.format import boxes
 from fds.storage.format.manifest import MAX_INT, SavedLeaf
-from fds.storage.format.tensors import CODES, DTYPES, as_bytes, check_writable, header
+from fds.storage.format.tensors import CODES, DTYPES, as_bytes, check_writable, header, in_memory, write_at
 from fds.storage.opening import open_source
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import LeafPart, parts_of, split_version

@@ -19,13 +19,12 @@ from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step, beginning, same_composition
 from fds.storage import foreign
-from fds.storage.disk.copying import copy_to, is_on_disk
 from fds.storage.disk.files import OpenFolder, check_path, refusal
 from fds.storage.disk.folders import SAVING, check_run_to_load, find, last_run, remember_run
 from fds.storage.disk.reader import touch_fresh
 from fds.storage.disk.writer import BLOCK
 from fds.storage.format.manifest import Manifest, SavedLeaf, read_manifest
-from fds.storage.format.tensors import DTYPES
+from fds.storage.format.tensors import DTYPES, copy_to, is_on_disk
 from fds.storage.matching import MatchOptions, check_slots, match
 from fds.storage.ranks.draft import directory
 from fds.storage.ranks.exchange import Ranks

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import fds
 from fds import media, tree
-from fds.media import device
+from fds.media import medium
 from fds.media.mapping import view
 from tests.bits import assert_same_bits
 from tests.devices import DefaultDevice
@@ -96,14 +96,14 @@ def gpu():
     """Pretend that there is a GPU whose copies are late; in the end all of them have come."""
     there = {"Stream": Stream, "Event": Event, "stream": on, "current_stream": lambda device=None: COMPUTING}
     EVENTS.clear()
-    device._stream.cache_clear()
+    medium._stream.cache_clear()
     with pretended(), contextlib.ExitStack() as stack:
         for name, value in there.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(Late())
         stack.enter_context(DefaultDevice(DEVICE))
         yield DEVICE
-    device._stream.cache_clear()
+    medium._stream.cache_clear()
     assert not any(event.work for event in EVENTS)
 
 

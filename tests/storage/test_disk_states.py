@@ -10,8 +10,8 @@ import fds
 from fds import tree
 from fds.media import extent_of, medium_of
 from fds.storage.disk import writer
-from fds.storage.disk.copying import copy_to, in_memory, span_of
 from fds.storage.disk.writer import BLOCK
+from fds.storage.format.tensors import copy_to, in_memory, span_of
 from tests import ranks
 from tests.bits import assert_same_bits
 from tests.laws import problems

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fds.state import State
 from fds.step import Step
-from fds.storage.disk.copying import on_host, record_event, span_of
 from fds.storage.disk.files import check_path, refusal
 from fds.storage.disk.folders import (
     check_run_to_save,
@@ -34,7 +33,7 @@ from fds.storage.disk.folders import (
 from fds.storage.disk.writer import Span, WrittenChunk, checksum
 from fds.storage.format import manifest as manifests
 from fds.storage.format.manifest import Chunk, File, Manifest, check_extra
-from fds.storage.format.tensors import DTYPES, check_writable, header
+from fds.storage.format.tensors import DTYPES, check_writable, header, on_host, record_event, span_of
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import LeafPart, parts_of
 from fds.storage.ranks.sharing import AllLeaves, LeafPiece, agreement, all_pieces, pieces_of_rank

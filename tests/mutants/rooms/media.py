@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "host-does-not-wait-for-a-gpu",
-        "fds/media/device.py",
+        "fds/media/medium.py",
         "    if comes:\n        done.synchronize()",
         "    if comes:\n        pass",
         "an update on the host reads gradients that have not come over yet",
@@ -13,7 +13,7 @@ MUTANTS = (
     ),
     Mutant(
         "gpu-does-not-wait-for-the-host",
-        "fds/media/device.py",
+        "fds/media/medium.py",
         "        torch.cuda.current_stream(gpu).wait_event(done)",
         "        pass",
         "a loss computes with parameters that have not come over yet",
@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         "copies-begin-before-what-is-copied",
-        "fds/media/device.py",
+        "fds/media/medium.py",
         "    side.wait_stream(torch.cuda.current_stream(gpu))\n",
         "",
         "a gradient is copied while it is computed",
@@ -29,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory-given-back-while-it-is-copied",
-        "fds/media/device.py",
+        "fds/media/medium.py",
         "            done.synchronize()",
         "            pass",
         "memory is unlocked, or used again, while a GPU copies from it",

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "leaves-on-disk-saved-through-memory",
-        "fds/storage/disk/copying.py",
+        "fds/storage/format/tensors.py",
         "    return (x.data_ptr(), num_bytes) if extent is None else (extent.offset, num_bytes, extent.fd)",
         "    return (x.data_ptr(), num_bytes)",
         "a save of a state on a disk brings all of it into memory",
