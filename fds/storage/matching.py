@@ -47,15 +47,12 @@ class MatchOptions:
 
     def may_lack(self, name: str) -> bool:
         """Return whether the source may lack a leaf of the state, without a warning."""
-        if "init" in self.slots and _is_slot(name):
-            return True
-        return self.foreign and _kind(name) != "params"
+        return ("init" in self.slots and _is_slot(name)) or (self.foreign and _kind(name) != "params")
 
     def may_have(self, name: str) -> bool:
         """Return whether the source may have a leaf that the state lacks, without a warning."""
-        if "drop" in self.slots and _is_slot(name):
-            return True
-        return not self.read(name) or (self.foreign and _kind(name) == "buffers")
+        is_dropped = ("drop" in self.slots and _is_slot(name)) or (self.foreign and _kind(name) == "buffers")
+        return is_dropped or not self.read(name)
 
 
 def check_slots(slots: Any) -> tuple[str, ...]:
