@@ -162,19 +162,12 @@ class DistributedLoader:
         ranks, parts = self.axis.size, self.num_microbatches
         if rows % (ranks * parts) == 0:
             return
-        raise DataError(
-            f"{what} does not divide among {ranks} rank{'s' * (ranks > 1)}"
-            + f", {parts} microbatches each" * (parts > 1),
-            where="batch_size" if rows == self.batch_size else "last",
-            got=f"{rows} rows"
-            + (
-                f": {self.stream.length} in the data set, batch_size={self.batch_size}"
-                if rows != self.batch_size
-                else ""
-            ),
-            want=f"a multiple of {ranks * parts}",
-            hint=hint,
-        )
+        among = f"{ranks} rank{'s' * (ranks > 1)}" + f", {parts} microbatches each" * (parts > 1)
+        where, got = "batch_size", f"{rows} rows"
+        if rows != self.batch_size:
+            where, got = "last", f"{got}: {self.stream.length} in the data set, batch_size={self.batch_size}"
+        want = f"a multiple of {ranks * parts}"
+        raise DataError(f"{what} does not divide among {among}", where=where, got=got, want=want, hint=hint)
 
 
 def _check_dataset(dataset: Any) -> None:

@@ -94,19 +94,16 @@ class File:
 def open_file(directory: str) -> File:
     """Lock a directory and open a file in it. Raises `DiskError`."""
     try:
-        lock = lock_directory(directory)
-        try:
+        with contextlib.ExitStack() as failing:
+            lock = lock_directory(directory)
+            failing.callback(lock.release)
             fd, direct = _nameless(directory)
-            try:
-                disk = os.fstatvfs(fd)
-                span = max(4 * disk.f_blocks * disk.f_frsize, 2**40)  # free ranges are taken again: none comes near
-                return File(directory, fd, direct, map_file(fd, span), span, lock)
-            except BaseException:
-                os.close(fd)
-                raise
-        except BaseException:
-            lock.release()
-            raise
+            failing.callback(os.close, fd)
+            disk = os.fstatvfs(fd)
+            span = max(4 * disk.f_blocks * disk.f_frsize, 2**40)  # free ranges are taken again: none comes near
+            file = File(directory, fd, direct, map_file(fd, span), span, lock)
+            failing.pop_all()
+            return file
     except OSError as error:
         got, want = str(error.strerror), "a directory of a local disk that this process may write to"
         raise DiskError("leaves cannot live in this directory", where=directory, got=got, want=want) from error
