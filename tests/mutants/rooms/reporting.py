@@ -48,7 +48,7 @@ MUTANTS = (
     ),
     Mutant(
         "text-is-markup",
-        "fds/reporting/sections.py",
+        "fds/reporting/page.py",
         "return escape(text[:MOST_TEXT] + more)",
         "return text[:MOST_TEXT] + more",
         "an option is part of the page's HTML",
