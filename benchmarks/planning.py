@@ -26,16 +26,9 @@ sys.path.insert(0, str(ROOT))  # as a module and as a file, from anywhere
 from rich.console import Console
 
 from benchmarks import report
-from fds.plans.buffers import assign_buffers
-from fds.plans.lowering import communicate, finish, overlap
+from fds.plans.lowering import assign_buffers, communicate, finish, overlap
 from fds.plans.plan import PipelineSchedule, Plan
-from fds.plans.schedules.dualpipe_v import dualpipe_v
-from fds.plans.schedules.gpipe import gpipe
-from fds.plans.schedules.interleaved import interleaved
-from fds.plans.schedules.one_f_one_b import one_f_one_b
-from fds.plans.schedules.zb_h1 import zb_h1
-from fds.plans.schedules.zb_h2 import zb_h2
-from fds.plans.schedules.zb_v import zb_v
+from fds.plans.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zb_v
 from fds.plans.simulator import simulate
 from fds.plans.validation import validate
 

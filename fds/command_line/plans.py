@@ -9,22 +9,22 @@ from collections.abc import Callable
 
 from fds.command_line.parser import Parser, count
 from fds.errors import PlanError, nearest
-from fds.plans.buffers import assign_buffers
-from fds.plans.costs import Costs
-from fds.plans.lowering import communicate, overlap
+from fds.plans.lowering import assign_buffers, communicate, overlap
 from fds.plans.pictures import draw_png, draw_text, to_chrome
 from fds.plans.plan import PipelineSchedule, Plan
-from fds.plans.schedules.data_parallel import data_parallel
-from fds.plans.schedules.dualpipe_v import dualpipe_v
-from fds.plans.schedules.gpipe import gpipe
-from fds.plans.schedules.inference import inference
-from fds.plans.schedules.interleaved import interleaved
-from fds.plans.schedules.one_f_one_b import one_f_one_b
-from fds.plans.schedules.searched import searched
-from fds.plans.schedules.zb_h1 import zb_h1
-from fds.plans.schedules.zb_h2 import zb_h2
-from fds.plans.schedules.zb_v import zb_v
-from fds.plans.simulator import simulate
+from fds.plans.schedules import (
+    data_parallel,
+    dualpipe_v,
+    gpipe,
+    inference,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from fds.plans.searched import searched
+from fds.plans.simulator import Costs, simulate
 from fds.plans.timeline import Timeline
 
 Options = argparse.Namespace

@@ -15,28 +15,27 @@ interpreter runs. Your own schedule is a function that returns rows.
 1: 1F0 1BW0
 """
 
-from fds.plans.actions import Action, Op
-from fds.plans.buffers import assign_buffers, num_buffers
-from fds.plans.costs import Costs
-from fds.plans.lowering import communicate, finish, overlap
+from fds.plans.lowering import assign_buffers, communicate, finish, num_buffers, overlap
 from fds.plans.measuring import LayerCosts, measure
 from fds.plans.order import linear
 from fds.plans.partition import boundaries_of, partition_balanced, partition_uniform
 from fds.plans.pictures import draw_png, draw_text, to_chrome
-from fds.plans.plan import PipelineSchedule, Plan
-from fds.plans.recording import Recording, joined, record, recorder
-from fds.plans.schedules.data_parallel import data_parallel
-from fds.plans.schedules.dualpipe_v import dualpipe_v
-from fds.plans.schedules.gpipe import gpipe
-from fds.plans.schedules.inference import forwards_of, inference
-from fds.plans.schedules.interleaved import interleaved
-from fds.plans.schedules.one_f_one_b import one_f_one_b
-from fds.plans.schedules.searched import searched
-from fds.plans.schedules.zb_h1 import zb_h1
-from fds.plans.schedules.zb_h2 import zb_h2
-from fds.plans.schedules.zb_v import zb_v
-from fds.plans.simulator import simulate
-from fds.plans.timeline import Event, Timeline
+from fds.plans.plan import Action, Op, PipelineSchedule, Plan
+from fds.plans.schedules import (
+    data_parallel,
+    dualpipe_v,
+    forwards_of,
+    gpipe,
+    inference,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from fds.plans.searched import searched
+from fds.plans.simulator import Costs, simulate
+from fds.plans.timeline import Event, Recording, Timeline, joined, record, recorder
 from fds.plans.validation import validate
 
 __all__ = [

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import attrs
 
 from fds.errors import PlanError, nearest
-from fds.plans.actions import COMPUTE, Action, Op
-from fds.plans.plan import Plan
+from fds.plans.plan import COMPUTE, Action, Op, Plan
 
 Tick = tuple[Action, ...]
 _WORDS = {

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fds.errors import PlanError, is_number
-from fds.plans.costs import Costs
+from fds.plans.simulator import Costs
 
 
 def _per_layer(_self: Any, field: attrs.Attribute, values: tuple) -> None:

@@ -1,17 +1,95 @@
-"""Put all actions of a plan in one order that respects their dependencies."""
+"""What actions wait for, an order that respects it, and errors that mark an action in the grid of ranks and time."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import attrs
 
 from fds.errors import PlanError
-from fds.plans.actions import COMPUTE, RECVS, Action, Op
-from fds.plans.dependencies import Item, Needs, gives, needs, rendezvous
-from fds.plans.grid import grid
-from fds.plans.plan import Plan
+from fds.plans.plan import COMPUTE, RECVS, SENDS, Action, Op, Plan
+
+Item = tuple[Op, int, int]  # the result of an action: (operation, stage, microbatch)
+Needs = Callable[[Action], tuple[Item, ...]]
+
+F, B, W, BW = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD
+OTHER_SIDE = {  # of a message: the offset of the other stage, and the operation there
+    Op.SEND_ACTIVATION: (1, Op.RECV_ACTIVATION),
+    Op.RECV_ACTIVATION: (-1, Op.SEND_ACTIVATION),
+    Op.SEND_GRAD: (-1, Op.RECV_GRAD),
+    Op.RECV_GRAD: (1, Op.SEND_GRAD),
+}
+
+
+def gives(action: Action) -> Item | None:
+    """Return the item that an action produces; BW produces that of B, an action without microbatch None."""
+    if action.stage is None or action.microbatch is None:
+        return None
+    return (B if action.op is BW else action.op), action.stage, action.microbatch
+
+
+def needs(action: Action, num_stages: int) -> tuple[Item, ...]:
+    """Return the items that an action needs, in a plan of this many stages.
+
+    >>> needs(Action.parse("1BW0"), 3)
+    ((<Op.FORWARD: 'F'>, 1, 0), (<Op.BACKWARD_INPUT: 'B'>, 2, 0))
+    """
+    op, stage, i = action.op, action.stage, action.microbatch
+    if stage is None or i is None:
+        return ()
+    if op is F:
+        return ((F, stage - 1, i),) if stage else ()
+    if op is B or op is BW:
+        return ((F, stage, i), (B, stage + 1, i)) if stage + 1 < num_stages else ((F, stage, i),)
+    if op is W or op is Op.SEND_GRAD:
+        return ((B, stage, i),)
+    if op is Op.SEND_ACTIVATION:
+        return ((F, stage, i),)
+    if op is Op.RECV_ACTIVATION:
+        return ((Op.SEND_ACTIVATION, stage - 1, i),)
+    if op is Op.RECV_GRAD:
+        return ((Op.SEND_GRAD, stage + 1, i),)
+    return ()
+
+
+def needs_here(action: Action, plan: Plan) -> tuple[Item, ...]:
+    """Return the items that must be on the action's rank before it, in a lowered plan."""
+    op, stage, i = action.op, action.stage, action.microbatch
+    assert stage is not None and i is not None
+    together = lambda other: plan.placement.get(other, -1) == plan.placement.get(stage)
+    last = plan.num_stages - 1
+    if op is F:
+        loads = ((Op.LOAD, stage, i),) if stage in (0, last) else ()
+        before = () if stage == 0 else ((F, stage - 1, i) if together(stage - 1) else (Op.RECV_ACTIVATION, stage, i),)
+        return loads + before
+    if op in COMPUTE and op is not W:
+        after = () if stage == last else ((B, stage + 1, i) if together(stage + 1) else (Op.RECV_GRAD, stage, i),)
+        return ((F, stage, i), *after)
+    if op is Op.SEND_ACTIVATION:
+        return ((F, stage, i),)
+    return ((B, stage, i),) if op in (W, Op.SEND_GRAD) else ()
+
+
+def rendezvous(plan: Plan) -> Needs:
+    """Return what actions wait for if a send returns only when its receive is posted.
+
+    A receive does not block: the receiver waits for the message where it is used, and only then needs the send.
+    """
+
+    def need(action: Action) -> tuple[Item, ...]:
+        if action.stage is None or action.microbatch is None:
+            return ()
+        items = [
+            (OTHER_SIDE[op][1], stage + OTHER_SIDE[op][0], i) if op in RECVS else (op, stage, i)
+            for op, stage, i in needs_here(action, plan)
+        ]
+        if action.op in SENDS:
+            step, receive = OTHER_SIDE[action.op]
+            items.append((receive, action.stage + step, action.microbatch))
+        return tuple(items)
+
+    return need
 
 
 @attrs.frozen
@@ -120,3 +198,44 @@ def _cycle_error(plan: Plan, places: Sequence[int], need: Needs, what: str, rank
     cycle = list(waits)[list(waits).index(rank) :]
     want = ",\n".join([*(waits[r] for r in cycle[:8]), *["..."] * (len(cycle) > 8)])
     return blame(what, plan, rank, places[rank], want=want, need=need)
+
+
+MAX_ROWS = 16
+MAX_COLUMNS = 16
+MAX_WIDTH = 100  # characters of the cells of a row
+
+
+def grid(plan: Plan, columns: Sequence[Sequence[int]], rank: int, place: int) -> str:
+    """Return the part of the ranks x time grid around an action, which is marked; a dot is a rank that waits.
+
+    `columns` are the times of each rank's actions, increasing along a row.
+
+    >>> print(grid(Plan.of([["0F0", "0BW0"], ["1F0", "1BW0"]]), [[0, 3], [1, 2]], 1, 1))
+       0    1    2       3
+    0: 0F0  .    .       0BW0
+    1: .    1F0  >1BW0<  .
+    """
+    ranks = _window(rank, plan.num_ranks, MAX_ROWS)
+    cells = {r: dict(zip(columns[r], map(str, plan.rows[r]), strict=True)) for r in ranks}
+    centre = columns[rank][place]
+    cells[rank][centre] = f">{plan.rows[rank][place]}<"
+    num_columns = 1 + max(row[-1] for row in columns if row)
+    shown = _window(centre, num_columns, MAX_COLUMNS)
+    widths = {c: max(len(str(c)), *(len(cells[r].get(c, ".")) for r in ranks)) for c in shown}
+    while sum(widths[c] + 2 for c in shown) > MAX_WIDTH and len(shown) > 1:
+        shown = shown[1:] if centre - shown[0] > shown[-1] - centre else shown[:-1]
+    label = 1 + len(str(ranks[-1]))
+    before, after = "..  " * (shown[0] > 0), "  .." * (shown[-1] + 1 < num_columns)
+
+    def line(name: str, texts: dict[int, str]) -> str:
+        middle = "  ".join(texts.get(c, ".").ljust(widths[c]) for c in shown)
+        return f"{name:<{label}} {before}{middle}{after}".rstrip()
+
+    lines = [line("", {c: str(c) for c in shown}), *(line(f"{r}:", cells[r]) for r in ranks)]
+    return "\n".join([lines[0], *["..."] * (ranks[0] > 0), *lines[1:], *["..."] * (ranks[-1] + 1 < plan.num_ranks)])
+
+
+def _window(centre: int, size: int, most: int) -> range:
+    """Return `most` numbers below `size` around `centre`, or all if there are fewer."""
+    start = max(0, min(centre - most // 2, size - most))
+    return range(start, min(size, start + most))

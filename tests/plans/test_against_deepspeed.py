@@ -7,14 +7,10 @@ from pathlib import Path
 import pytest
 
 from fds.errors import PlanError
-from fds.plans.actions import Op
 from fds.plans.deepspeed import EDITIONS, in_ticks, num_buffers, words
 from fds.plans.partition import partition_balanced, partition_uniform
-from fds.plans.plan import Plan
-from fds.plans.schedules.data_parallel import data_parallel
-from fds.plans.schedules.gpipe import gpipe
-from fds.plans.schedules.inference import inference
-from fds.plans.schedules.one_f_one_b import one_f_one_b
+from fds.plans.plan import Op, Plan
+from fds.plans.schedules import data_parallel, gpipe, inference, one_f_one_b
 from tests.scripts import loaded
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from fds import plans
 from fds.errors import PlanError
 from fds.plans import Action, Op, Plan
-from fds.plans.actions import COMPUTE, RECVS, SENDS
+from fds.plans.plan import COMPUTE, RECVS, SENDS
 from tests.plans.cases import SCHEDULES, TRAINING, made_by, passes
 
 CASES = list(passes(plans.gpipe(1, 1)))

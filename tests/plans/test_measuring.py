@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fds
 from fds.errors import LossError, PlanError
-from fds.plans.costs import Costs
 from fds.plans.measuring import LayerCosts, measure
+from fds.plans.simulator import Costs
 
 FIELDS = ("forward", "backward_input", "backward_weight", "activation_bytes", "message_bytes")
 

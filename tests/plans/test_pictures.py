@@ -13,17 +13,12 @@ from hypothesis import given, strategies as st
 from fds.command_line import main
 from fds.command_line.plans import SCHEDULES
 from fds.errors import PlanError
-from fds.plans.actions import Action
-from fds.plans.costs import Costs
 from fds.plans.lowering import communicate
 from fds.plans.pictures import draw_png, draw_text, to_chrome
-from fds.plans.recording import joined, record, recorder
-from fds.plans.schedules.gpipe import gpipe
-from fds.plans.schedules.interleaved import interleaved
-from fds.plans.schedules.one_f_one_b import one_f_one_b
-from fds.plans.schedules.zb_h1 import zb_h1
-from fds.plans.schedules.zb_v import zb_v
-from fds.plans.simulator import simulate
+from fds.plans.plan import Action
+from fds.plans.schedules import gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from fds.plans.simulator import Costs, simulate
+from fds.plans.timeline import joined, record, recorder
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

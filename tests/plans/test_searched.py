@@ -6,17 +6,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fds.errors import PlanError
-from fds.plans.actions import Op
-from fds.plans.costs import Costs
-from fds.plans.plan import Plan
-from fds.plans.schedules.gpipe import gpipe
-from fds.plans.schedules.greedy import greedy, preferences
-from fds.plans.schedules.letters import Times, fits, letters_of, plan_of, timed
-from fds.plans.schedules.one_f_one_b import one_f_one_b
-from fds.plans.schedules.searched import searched
-from fds.plans.schedules.zb_h1 import zb_h1
-from fds.plans.schedules.zb_h2 import zb_h2
-from fds.plans.simulator import simulate
+from fds.plans.letters import Times, fits, letters_of, plan_of, timed
+from fds.plans.plan import Op, Plan
+from fds.plans.schedules import gpipe, one_f_one_b, zb_h1, zb_h2
+from fds.plans.searched import greedy, preferences, searched
+from fds.plans.simulator import Costs, simulate
 from fds.plans.validation import validate
 
 ROWS_OF_THREE = [

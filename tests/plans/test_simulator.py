@@ -4,22 +4,22 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fds.errors import PlanError
-from fds.plans.buffers import assign_buffers
-from fds.plans.costs import Costs
-from fds.plans.lowering import communicate, finish, overlap
+from fds.plans.lowering import assign_buffers, communicate, finish, overlap
 from fds.plans.measuring import LayerCosts
 from fds.plans.plan import Plan
-from fds.plans.schedules.data_parallel import data_parallel
-from fds.plans.schedules.dualpipe_v import dualpipe_v
-from fds.plans.schedules.gpipe import gpipe
-from fds.plans.schedules.inference import inference
-from fds.plans.schedules.interleaved import interleaved
-from fds.plans.schedules.one_f_one_b import one_f_one_b
-from fds.plans.schedules.searched import searched
-from fds.plans.schedules.zb_h1 import zb_h1
-from fds.plans.schedules.zb_h2 import zb_h2
-from fds.plans.schedules.zb_v import zb_v
-from fds.plans.simulator import simulate
+from fds.plans.schedules import (
+    data_parallel,
+    dualpipe_v,
+    gpipe,
+    inference,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from fds.plans.searched import searched
+from fds.plans.simulator import Costs, simulate
 
 TRAINING = [gpipe, one_f_one_b, interleaved(2), zb_h1, zb_h2, zb_v, dualpipe_v]
 RANKS = st.integers(1, 6)

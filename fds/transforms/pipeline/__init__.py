@@ -16,7 +16,7 @@ from fds.collectives import Axis
 from fds.errors import ComposeError, PlanError, is_int
 from fds.loss import Layers, LayerSpec
 from fds.plans import LayerCosts, Op, PipelineSchedule, Plan, boundaries_of, validate
-from fds.plans.actions import COMPUTE
+from fds.plans.plan import COMPUTE
 from fds.step import Dimension, Split, Step, fill, transform
 from fds.transforms.pipeline.lowered import Lowered
 from fds.transforms.pipeline.ownership import Ownership

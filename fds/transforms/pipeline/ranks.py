@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from fds.errors import RankError
 from fds.plans import Action, Op
-from fds.plans.actions import COMPUTE
+from fds.plans.plan import COMPUTE
 from fds.transforms.pipeline.computations import Computations
 from fds.transforms.pipeline.failure import Failure
 from fds.transforms.pipeline.lowered import Lowered

@@ -5,15 +5,15 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "interleaved-one-more-in-flight",
-        "fds/plans/schedules/interleaved.py",
+        "fds/plans/schedules.py",
         "per_rank_behind = 2 if self.chunks > 1 else 1",
         "per_rank_behind = 2",
         "interleaved(1) holds more microbatches than 1F1B",
-        "tests/plans/test_schedules.py fds/plans/schedules",
+        "tests/plans/test_schedules.py fds/plans/schedules.py",
     ),
     Mutant(
         "zb-v-too-few-for-the-v",
-        "fds/plans/schedules/zb_v.py",
+        "fds/plans/schedules.py",
         "full = max(num_microbatches, 2 * num_ranks - 1)",
         "full = max(num_microbatches, num_ranks)",
         "ZB-V of few microbatches is no plan",
@@ -53,7 +53,7 @@ MUTANTS = (
     ),
     Mutant(
         "sends-before-their-computation",
-        "fds/plans/dependencies.py",
+        "fds/plans/order.py",
         "    if op is Op.SEND_ACTIVATION:\n        return ((F, stage, i),)\n    return ((B",
         "    if op is Op.SEND_ACTIVATION:\n        return ()\n    return ((B",
         "a lowered plan may send what is not computed yet",
@@ -69,11 +69,11 @@ MUTANTS = (
     ),
     Mutant(
         "buffer-freed-late",
-        "fds/plans/buffers.py",
+        "fds/plans/lowering.py",
         "buffers[key] = heapq.heappop(available) if available else count.get(stage, 0)",
         "buffers[key] = count.get(stage, 0)",
         "no buffer is used again",
-        "tests/plans/test_lowering.py fds/plans/buffers.py",
+        "tests/plans/test_lowering.py fds/plans/lowering.py",
     ),
     Mutant(
         "messages-take-no-time",

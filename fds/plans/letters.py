@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import attrs
 
-from fds.plans.actions import Action, Op
-from fds.plans.costs import Costs
-from fds.plans.plan import Plan
+from fds.plans.plan import Action, Op, Plan
+from fds.plans.simulator import Costs
 
 LetterRows = tuple[str, ...]
 
