@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, get_args
 
-from fds.command_line.parser import Parser, count
+from fds.command_line import Parser, count
 from fds.config.composition import axes_of, data_ranks
 from fds.config.explain import explanation
 from fds.config.field import EDITIONS

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 
-from fds.command_line.parser import Parser, count
+from fds.command_line import Parser, count
 from fds.errors import PlanError, nearest
 from fds.plans.lowering import assign_buffers, communicate, overlap
 from fds.plans.pictures import draw_png, draw_text, to_chrome

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import fds
-from fds.command_line import main, program
-from fds.command_line.parser import Parser
+from fds import command_line
+from fds.command_line import Parser, main
 
 
 def commands(parser: Parser) -> list[Parser]:
@@ -22,7 +22,7 @@ def commands(parser: Parser) -> list[Parser]:
     return found
 
 
-ALL = {parser.prog: parser for parser in commands(program.top())}
+ALL = {parser.prog: parser for parser in commands(command_line.top())}
 
 
 def test_the_commands_that_there_are():
@@ -36,7 +36,7 @@ def test_every_help_says_what_a_command_does_and_shows_examples_that_parse(name)
     for line in ALL[name].examples:
         assert f"  {line}" in text
         first = line.split(" > ")[0].split(" | ")[0]
-        options = program.top().parse_args(shlex.split(first)[1:])
+        options = command_line.top().parse_args(shlex.split(first)[1:])
         assert options.command is not None and callable(options.run), line
 
 
@@ -50,7 +50,7 @@ def test_every_option_is_explained(name):
 def test_without_a_command_the_help_is_shown_as_an_error(capsys):
     assert main([]) == 2
     out, err = capsys.readouterr()
-    assert not out and "examples:" in err and all(f"  {name}" in err for name in program.COMMANDS)
+    assert not out and "examples:" in err and all(f"  {name}" in err for name in command_line.COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,15 @@ def test_a_wrong_line_names_the_help_that_helps(line, words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(line.split())
     err = capsys.readouterr().err
-    prog = " ".join(["fds", *(word for word in line.split() if word in program.COMMANDS)])
+    prog = " ".join(["fds", *(word for word in line.split() if word in command_line.COMMANDS)])
     assert ended.value.code == 2 and words in err and f"help: {prog} --help" in err
 
 
 def test_the_version_is_that_of_the_package(capsys):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"{program.versions()}\n"
-    assert program.versions().startswith(f"fds {fds.__version__}, torch ")
-    assert program.version("no-such-package-as-this") == "not installed"
+    assert capsys.readouterr().out == f"{command_line.versions()}\n"
+    assert command_line.versions().startswith(f"fds {fds.__version__}, torch ")
+    assert command_line.version("no-such-package-as-this") == "not installed"
 
 
 def test_terminal_codes_in_an_error_are_escaped(capsys):
@@ -108,7 +108,7 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(line, monkeypatch):
         monkeypatch.setattr(sys, "stdout", pipe)
         monkeypatch.setattr(sys, "argv", ["fds", *line.split()])
         with pytest.raises(SystemExit) as error:
-            program.run()
+            command_line.run()
         monkeypatch.undo()
     assert error.value.code == 141
 
@@ -117,6 +117,6 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch):
     def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(program.COMMANDS, "config", ("test:fill", "waits"))
-    monkeypatch.setattr(program, "_fill", lambda _, parser: parser.set_defaults(run=interrupted))
+    monkeypatch.setitem(command_line.COMMANDS, "config", ("test:fill", "waits"))
+    monkeypatch.setattr(command_line, "load", lambda _: lambda parser: parser.set_defaults(run=interrupted))
     assert main(["config"]) == 130

@@ -10,10 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from fds.command_line import main
-from fds.command_line.doctor import command, devices, disk, host, launcher, network, process, ranks, software
-from fds.command_line.doctor.finding import Finding, Settings, examine
-from fds.command_line.doctor.report import Report
+from fds.command_line import doctor, main
+from fds.command_line.doctor import Report, check, machine, ranks, software
+from fds.command_line.doctor.check import Finding, Settings, examine
 
 QUICK = lambda path: Settings(path, quick=True)
 
@@ -22,14 +21,14 @@ def test_quick_finds_every_check_and_exits_with_0_here(capsys, tmp_path):
     assert main(["doctor", "--quick", "--dir", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     levels, names = {line.split()[0] for line in lines[:-1]}, {line.split()[1] for line in lines[:-1]}
-    assert levels <= {"ok", "note"} and names == set(command.CHECKS)
+    assert levels <= {"ok", "note"} and names == set(doctor.CHECKS)
     assert lines[-1].startswith("0 problems, ") and any(f"  {torch.__version__}, built for" in line for line in lines)
 
 
 def test_json_holds_what_the_lines_say_and_its_numbers(capsys, tmp_path):
     assert main(["doctor", "--quick", "--json", "--dir", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["problems"] == 0 and list(found["checks"]) == list(command.CHECKS)
+    assert found["problems"] == 0 and list(found["checks"]) == list(doctor.CHECKS)
     [cores] = [one for one in found["checks"]["host"] if one["what"] == "cores"]
     assert cores["values"]["threads"] == torch.get_num_threads()
 
@@ -39,8 +38,8 @@ def test_a_check_that_fails_ends_neither_the_doctor_nor_the_other_checks(capsys,
         yield Finding("half", "of it")
         raise RuntimeError("the rest\x1b[2J")
 
-    monkeypatch.setattr(devices, "devices", broken)
-    monkeypatch.setitem(command.CHECKS, "kernels", "no_such_module")
+    monkeypatch.setattr(machine, "devices", broken)
+    monkeypatch.setitem(doctor.CHECKS, "kernels", "no_such_module")
     assert main(["doctor", "--quick", "--dir", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any("half" in line and line.startswith("ok") for line in lines)
@@ -97,14 +96,14 @@ def test_ranks_are_not_started_on_a_loopback_that_does_not_answer(monkeypatch):
 
 
 def test_processes_that_hang_are_killed_in_time():
-    ended = process.run_together("http.server", [{}, {}], arguments="0 --bind 127.0.0.1", limit=0.5)
+    ended = check.run_together("http.server", [{}, {}], arguments="0 --bind 127.0.0.1", limit=0.5)
     assert [one.code for one in ended] == [None, None] and "no answer within the time limit" in ended[0].reason
 
 
 def test_a_process_finds_the_modules_that_this_one_finds_whatever_lies_in_its_folder(tmp_path, monkeypatch):
     (tmp_path / "platform.py").write_text("raise RuntimeError('not that of Python')")
     monkeypatch.chdir(tmp_path)
-    [ended] = process.run_together("platform", [{}], arguments="terse", limit=60.0)
+    [ended] = check.run_together("platform", [{}], arguments="terse", limit=60.0)
     assert ended.code == 0 and ended.out.startswith(sys.platform.title()), ended
 
 
@@ -139,7 +138,7 @@ def test_packages_that_end_the_process_are_named_with_the_signal_and_the_others_
 
 def test_a_folder_that_may_not_be_written_to_is_a_problem(tmp_path):
     (tmp_path / "file").write_text("")
-    found = list(disk.disk(QUICK(tmp_path / "file")))
+    found = list(machine.disk(QUICK(tmp_path / "file")))
     assert [one.level for one in found] == ["ok", "problem"] and "saves fail there" in found[1].advice
 
 
@@ -153,48 +152,48 @@ def test_a_folder_that_may_not_be_written_to_is_a_problem(tmp_path):
     ],
 )
 def test_the_interface_of_gloo(interfaces, wanted, level, words, monkeypatch):
-    monkeypatch.setattr(network.socket, "gethostname", lambda: "localhost")
-    found = network.gloo_interface(interfaces, wanted)
+    monkeypatch.setattr(machine.socket, "gethostname", lambda: "localhost")
+    found = machine.gloo_interface(interfaces, wanted)
     assert found.level == level and words in found.advice
 
 
 def test_a_machine_whose_loopback_is_down_is_a_problem(tmp_path, monkeypatch):
-    monkeypatch.setattr(network.sys, "platform", "linux")
-    monkeypatch.setattr(network, "address", lambda name: "")
-    found = next(network.network(QUICK(tmp_path)))
+    monkeypatch.setattr(machine.sys, "platform", "linux")
+    monkeypatch.setattr(machine, "address", lambda name: "")
+    found = next(machine.network(QUICK(tmp_path)))
     assert (found.level, found.advice) == ("problem", "ip link set lo up")
 
 
 def test_a_host_without_a_name_or_with_a_strange_one_is_noted(monkeypatch):
-    monkeypatch.setattr(network.socket, "gethostname", lambda: "no.such.host.invalid")
-    assert "has no address" in network.gloo_interface({"lo": "127.0.0.1"}, "").found
+    monkeypatch.setattr(machine.socket, "gethostname", lambda: "no.such.host.invalid")
+    assert "has no address" in machine.gloo_interface({"lo": "127.0.0.1"}, "").found
 
 
 def test_more_threads_than_a_container_allows_are_noted(tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     (tmp_path / "memory.max").write_text("1073741824\n")
-    found = {one.what: one for one in host.host(QUICK(tmp_path))}
+    found = {one.what: one for one in machine.host(QUICK(tmp_path))}
     if torch.get_num_threads() > 1:
         assert found["cores"].level == "note" and "OMP_NUM_THREADS=1" in found["cores"].advice
     assert found["memory"].level == "note" and "limited to 1.0" in found["memory"].found
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert {one.what: one for one in host.host(QUICK(tmp_path))}["cores"].values["quota"] is None
+    assert {one.what: one for one in machine.host(QUICK(tmp_path))}["cores"].values["quota"] is None
 
 
 def test_what_a_launcher_left_half_is_a_problem(monkeypatch, tmp_path):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    found = {one.what: one for one in launcher.launcher(QUICK(tmp_path))}
+    found = {one.what: one for one in ranks.launcher(QUICK(tmp_path))}
     assert found["launcher"].level == "problem" and "unset RANK" in found["launcher"].advice
     assert found["RANK"].found == "3" and found["TRITON_INTERPRET"].level == "note"
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_problem(tmp_path, monkeypatch):
-    monkeypatch.setattr(devices, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(machine, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release\n")
-    [found] = devices.devices(QUICK(tmp_path))
+    [found] = machine.devices(QUICK(tmp_path))
     assert found.level == "problem" and "570.86.15" in found.found
 
 

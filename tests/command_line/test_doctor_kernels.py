@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fds.command_line.doctor import kernels
-from fds.command_line.doctor.finding import Settings
-from fds.command_line.doctor.process import Ended
+from fds.command_line.doctor.check import Ended, Settings
 from fds.kernels import choice, evidence
 from tests.kernels.test_evidence import passed
 

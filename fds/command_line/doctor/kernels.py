@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fds.command_line.doctor.finding import Finding, Level, Settings
-from fds.command_line.doctor.process import run_together
+from fds.command_line.doctor.check import Finding, Level, Settings, run_together
 from fds.kernels import chosen
 from fds.kernels.explanation import explanations
 from fds.kernels.language import is_there
@@ -42,9 +41,9 @@ def _trial(kind: str) -> Finding:
     interprets = kind == "cpu"
     what = "interpreter" if interprets else f"trial on {kind}"
     [ended] = run_together(
-        "fds.command_line.doctor.kernel_trial",
+        "fds.command_line.doctor.trials",
         [{"TRITON_INTERPRET": "1" if interprets else "0"}],
-        arguments=kind,
+        arguments=f"kernel {kind}",
         limit=LIMIT,
     )
     is_used = not interprets and chosen("rms_norm", torch.device(kind)) == "triton"

@@ -1,9 +1,10 @@
-"""Ranks: which backends there are, and whether two processes on this machine meet and sum."""
+"""Ranks: what a launcher says in the environment, which backends there are, whether two processes meet and sum."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import socket
 from collections.abc import Iterator
 
@@ -11,8 +12,40 @@ import torch
 from torch.cuda import nccl
 
 from fds.collectives.joining import backends
-from fds.command_line.doctor.finding import Finding, Settings
-from fds.command_line.doctor.process import run_together
+from fds.collectives.launch import JOBS, STARTERS, launched
+from fds.command_line.doctor.check import Finding, Settings, run_together
+from fds.errors import MeshError
+
+PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_", "CUDA_VISIBLE", "TRITON_", "PYTORCH_", "FDS_", "MASTER_")
+_HOW_TO_LAUNCH = "to start two ranks: torchrun --nproc-per-node 2 train.py, or srun, or mpirun: docs/launching.md"
+
+
+def launcher(settings: Settings) -> Iterator[Finding]:
+    """Find which launcher started this process, if one did, and what else is set."""
+    seen = {name for names in (*STARTERS.values(), *JOBS.values()) for name in names if name in os.environ}
+    try:
+        launch = launched(os.environ)
+    except MeshError as error:
+        yield Finding("launcher", error.what, "problem", error.hint or error.want)
+    else:
+        if launch is None:
+            yield Finding("launcher", "none: one rank", advice=_HOW_TO_LAUNCH)
+        else:
+            at = f", rank 0 at {launch.address}:{launch.port}" if launch.address else ""
+            yield Finding("launcher", f"rank {launch.rank} of {launch.world_size}{at}")
+    named = sorted(seen | {name for name in os.environ if name.startswith(PREFIXES)})
+    for name in named:
+        yield _variable(name, os.environ[name])
+
+
+def _variable(name: str, value: str) -> Finding:
+    finding = Finding(name, value or "(empty)", values={"value": value})
+    if name == "TRITON_INTERPRET" and value not in ("", "0"):
+        return Finding(name, value, "note", "kernels run in Python, for tests: unset it to train", finding.values)
+    if name == "CUDA_VISIBLE_DEVICES" and value in ("", "-1"):
+        return Finding(name, value or "(empty)", "note", "this hides all GPUs: unset it to use them", finding.values)
+    return finding
+
 
 LIMIT = 60.0  # seconds for starting two processes, and for what they do
 
@@ -54,7 +87,7 @@ def handshake(limit: float) -> Finding:
         return Finding("two ranks", found, "problem", "ip link set lo up")
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environs = [{**world, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"} for rank in ("0", "1")]
-    ended = run_together("fds.command_line.doctor.handshake", environs, limit=limit)
+    ended = run_together("fds.command_line.doctor.trials", environs, arguments="handshake", limit=limit)
     failed = next(((rank, one) for rank, one in enumerate(ended) if one.code != 0), None)
     if failed is not None:
         advice = (

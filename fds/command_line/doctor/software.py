@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fds import __version__
-from fds.command_line.doctor.finding import Finding, Settings
-from fds.command_line.doctor.process import run_together
-from fds.command_line.program import version
+from fds.command_line import version
+from fds.command_line.doctor.check import Finding, Settings, run_together
 
 TRIED = {"Python": ("3.11", "3.13"), "torch": ("2.11", "2.13")}  # the first and the last that fds was tried on
 NEEDED = ("numpy", "attrs", "cattrs", "safetensors", "xxhash", "rich")
@@ -59,7 +58,9 @@ def trials(names: Sequence[str]) -> Iterator[Finding]:
     """Try packages in a fresh process, which is started again behind each that ends it; find those that do not work."""
     left = list(names)
     while left:
-        [ended] = run_together("fds.command_line.doctor.dependency_trial", [{}], arguments=" ".join(left), limit=LIMIT)
+        [ended] = run_together(
+            "fds.command_line.doctor.trials", [{}], arguments=" ".join(["packages", *left]), limit=LIMIT
+        )
         lines = [json.loads(line) for line in ended.out.splitlines() if line.startswith('{"name":')]
         for line in lines:
             if line.get("error"):

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "doctor-ends-with-a-check",
-        "fds/command_line/doctor/finding.py",
+        "fds/command_line/doctor/check.py",
         "    except Exception as error:\n",
         "    except OSError as error:\n",
         "a check that fails ends the doctor",
@@ -13,7 +13,7 @@ MUTANTS = (
     ),
     Mutant(
         "doctor-is-always-content",
-        "fds/command_line/doctor/command.py",
+        "fds/command_line/doctor/__init__.py",
         "return 1 if report.problems() else 0",
         "return 0",
         "a problem is not in the exit code",
@@ -29,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         "errors-exit-with-0",
-        "fds/command_line/program.py",
+        "fds/command_line/__init__.py",
         '        print("\\n".join(map(escaped, lines)), file=sys.stderr)\n        return 2',
         '        print("\\n".join(map(escaped, lines)), file=sys.stderr)\n        return 0',
         "a command that fails exits as if it had not",

@@ -32,7 +32,7 @@ from hypothesis import HealthCheck, Phase, given, strategies as st
 import fds
 from fds import tree
 from fds.collectives import Axis
-from fds.command_line import program, storage as _imported_before_files_are_watched  # noqa: F401
+from fds.command_line import main as run_command, runs as _imported_before_files_are_watched  # noqa: F401
 from fds.errors import StorageError
 from fds.step import Dimension, Placement, Replicated, SplitDim, fill, transform
 from fds.storage import open_source, verify
@@ -234,7 +234,7 @@ class Fuzz:
             read.attempt(dir, lambda: verify(run))
             for words in (["show", str(run)], ["show", f"{run}:one"], ["verify", str(run)]):
                 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                    read.attempt(dir, lambda words=words: program.main(["storage", *words]))
+                    read.attempt(dir, lambda words=words: run_command(["storage", *words]))
 
     def manifests(self, read: Read, data: st.DataObject) -> None:
         """Manifests with fields that are absurd, mostly under a checksum that belongs to them."""
