@@ -25,21 +25,21 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     # transforms, in the order of the stations that they fill
     from fds.transforms.accumulate import accumulate
     from fds.transforms.freeze import freeze
-    from fds.transforms.quantize_frozen import quantize_frozen
+    from fds.transforms.freeze import quantize_frozen
     from fds.transforms.pipeline import pipeline
     from fds.transforms.shard_optimizer import shard_optimizer
     from fds.transforms.tensor_parallel import tensor_parallel
     from fds.transforms.context_parallel import context_parallel
     from fds.transforms.local_updates import local_updates
     from fds.transforms.precision import precision
-    from fds.transforms.autocast import autocast
+    from fds.transforms.precision import autocast
     from fds.transforms.checkpoint_activations import checkpoint_activations
     from fds.transforms.compile import compile
     from fds.transforms.loss_scale import loss_scale
-    from fds.transforms.static_loss_scale import static_loss_scale
-    from fds.transforms.skip_nonfinite import skip_nonfinite
-    from fds.transforms.clip_by_global_norm import clip_by_global_norm
-    from fds.transforms.clip_by_value import clip_by_value
+    from fds.transforms.loss_scale import static_loss_scale
+    from fds.transforms.loss_scale import skip_nonfinite
+    from fds.transforms.clip import clip_by_global_norm
+    from fds.transforms.clip import clip_by_value
     from fds.optim import (
         Optimizer,
         adagrad,
@@ -56,11 +56,11 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     )
     from fds.transforms.ema import ema
     from fds.transforms.offload import offload
-    from fds.transforms.donate import donate
-    from fds.transforms.cuda_graph import cuda_graph
+    from fds.transforms.offload import donate
+    from fds.transforms.compile import cuda_graph
     from fds.transforms.profiled import profiled
-    from fds.transforms.reference_kernels import reference_kernels
-    from fds.transforms.triton_kernels import triton_kernels
+    from fds.transforms.kernels import reference_kernels
+    from fds.transforms.kernels import triton_kernels
 
     # a parameter that is gathered when it is used, as a plain tensor
     from fds.step.sharding.handles import materialize
@@ -132,30 +132,22 @@ __getattr__, __dir__ = lazily(
         "fds.microbatches": "Microbatches",
         "fds.collectives": "init_distributed mesh simulate",
         "fds.transforms.accumulate": "accumulate",
-        "fds.transforms.freeze": "freeze",
-        "fds.transforms.quantize_frozen": "quantize_frozen",
+        "fds.transforms.freeze": "freeze quantize_frozen",
         "fds.transforms.pipeline": "pipeline",
         "fds.transforms.shard_optimizer": "shard_optimizer",
         "fds.transforms.tensor_parallel": "tensor_parallel",
         "fds.transforms.context_parallel": "context_parallel",
         "fds.transforms.local_updates": "local_updates",
-        "fds.transforms.precision": "precision",
-        "fds.transforms.autocast": "autocast",
+        "fds.transforms.precision": "autocast precision",
         "fds.transforms.checkpoint_activations": "checkpoint_activations",
-        "fds.transforms.compile": "compile",
-        "fds.transforms.loss_scale": "loss_scale",
-        "fds.transforms.static_loss_scale": "static_loss_scale",
-        "fds.transforms.skip_nonfinite": "skip_nonfinite",
-        "fds.transforms.clip_by_global_norm": "clip_by_global_norm",
-        "fds.transforms.clip_by_value": "clip_by_value",
+        "fds.transforms.compile": "compile cuda_graph",
+        "fds.transforms.loss_scale": "loss_scale skip_nonfinite static_loss_scale",
+        "fds.transforms.clip": "clip_by_global_norm clip_by_value",
         "fds.optim": "Optimizer adagrad adam adamw by_name lamb lion muon onebit_adam onebit_lamb sgd zero_one_adam",
         "fds.transforms.ema": "ema",
-        "fds.transforms.offload": "offload",
-        "fds.transforms.donate": "donate",
-        "fds.transforms.cuda_graph": "cuda_graph",
+        "fds.transforms.offload": "donate offload",
         "fds.transforms.profiled": "profiled",
-        "fds.transforms.reference_kernels": "reference_kernels",
-        "fds.transforms.triton_kernels": "triton_kernels",
+        "fds.transforms.kernels": "reference_kernels triton_kernels",
         "fds.step.sharding.handles": "materialize",
         "fds.state": "State",
         "fds.profiling": "estimate_memory profile profile_memory profile_model",

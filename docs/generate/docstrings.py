@@ -121,9 +121,11 @@ def paths() -> dict[str, str]:
 _PATHS: dict[str, str] = {}
 
 
-def card(text: str) -> str:
-    """Return the card that opens a transform's file as a list of definitions, or "" where there is none."""
-    block = text.partition("\n\n")[2].partition("\n\n")[0]
+def card(text: str, name: str) -> str:
+    """Return the card of a transform, of those that open its file, as a list of definitions, or "" for none."""
+    parts = text.split("\n\n")
+    after = next((i for i, part in enumerate(parts) if part.startswith(f"`{name}`: ")), 0)
+    block = parts[after + 1] if after + 1 < len(parts) else ""
     if not block.startswith("Fills:"):
         return ""
     joined = re.sub(r"\n\s+", " ", block)

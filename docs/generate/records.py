@@ -63,9 +63,11 @@ def _complete_function(function: griffe.Function) -> None:
 
 
 def _card(member: griffe.Object) -> str:
-    """Return the card of the file, for the transform that it holds."""
+    """Return the card of a transform, on top of its file."""
     is_transform = member.is_function and str(getattr(member, "returns", "")) == "Transform"
-    card = docstrings.card(member.module.docstring.value) if is_transform and member.module.docstring else ""
+    card = (
+        docstrings.card(member.module.docstring.value, member.name) if is_transform and member.module.docstring else ""
+    )
     return f"\n\n{card}" if card else ""
 
 

@@ -23,7 +23,7 @@ from fds.plans.schedules import (
     zb_h2,
     zb_v,
 )
-from fds.plans.searched import searched
+from fds.plans.search import searched
 from fds.plans.simulator import Costs, simulate
 from fds.plans.timeline import Timeline
 

@@ -13,19 +13,16 @@ from fds import optim, plans, schedules, transports
 from fds.collectives import Mesh
 from fds.media import disk
 from fds.transforms.accumulate import accumulate
-from fds.transforms.autocast import autocast
 from fds.transforms.checkpoint_activations import checkpoint_activations
-from fds.transforms.clip_by_global_norm import clip_by_global_norm
+from fds.transforms.clip import clip_by_global_norm
 from fds.transforms.context_parallel import context_parallel
-from fds.transforms.loss_scale import loss_scale
+from fds.transforms.freeze import quantize_frozen
+from fds.transforms.loss_scale import loss_scale, skip_nonfinite, static_loss_scale
 from fds.transforms.offload import offload
 from fds.transforms.pipeline import pipeline
-from fds.transforms.precision import precision
+from fds.transforms.precision import autocast, precision
 from fds.transforms.profiled import profiled
-from fds.transforms.quantize_frozen import quantize_frozen
 from fds.transforms.shard_optimizer import shard_optimizer
-from fds.transforms.skip_nonfinite import skip_nonfinite
-from fds.transforms.static_loss_scale import static_loss_scale
 from fds.transforms.tensor_parallel import tensor_parallel
 
 FUNCTIONS = {  # path below fds -> function; everything that a configuration may call or pass

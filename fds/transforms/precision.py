@@ -4,7 +4,16 @@ Fills:  batch, gather, sum, reduce   State:  none
 Law:    equals casting parameters and inputs by hand, and adding the gradients in `accumulate`
 Cost:   2 bytes a parameter for the 16-bit copy within a step; matmuls at the 16-bit rate
 Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.1
+
+`autocast`: let torch choose the dtype of every operator from its lists; parameters keep theirs.
+
+Fills:  context                  State:  none
+Law:    equals `with torch.autocast(...)` around the loss
+Cost:   a cast per operator input; weights are cast once a microbatch
+Source: torch.amp; the counterpart of DeepSpeed's `amp` and `torch_autocast`
 """
+
+from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
@@ -91,5 +100,32 @@ def precision(
             sum=Sum(accumulate),
             reduce={"dtype": reduce},
         )
+
+    return apply
+
+
+@attrs.frozen
+class Autocast:
+    """The context in which the loss runs, in training and in evaluation."""
+
+    dtype: torch.dtype
+    draws: ClassVar = False
+
+    def __call__(self, call: Call) -> Any:
+        """Return the context for the device of a call."""
+        return torch.autocast(call.device.type, dtype=self.dtype)
+
+
+@transform
+def autocast(dtype: torch.dtype = torch.bfloat16):
+    """Evaluate the loss under `torch.autocast` of this dtype; with `torch.float16` add `loss_scale()`.
+
+    Raises `ComposeError` for a dtype that is not 16 bit.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ComposeError("autocast takes a 16-bit dtype", got=repr(dtype), want="torch.bfloat16 or torch.float16")
+
+    def apply(step: Step) -> Step:
+        return fill(step, context=Autocast(dtype))
 
     return apply

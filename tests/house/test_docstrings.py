@@ -93,8 +93,17 @@ def transforms() -> list[str]:
 
 
 @pytest.mark.parametrize("path", transforms())
-def test_a_transform_opens_with_its_card(path):
-    assert not list(wrong_card(ast.get_docstring(parse(path)) or ""))
+def test_a_file_of_transforms_opens_with_their_cards(path):
+    module = parse(path)
+    doc = ast.get_docstring(module) or ""
+    names = [node.name for node in module.body if isinstance(node, ast.FunctionDef) and is_transform(node)]
+    cards = dict(re.findall(r"^`(\w+)`: (.*?)(?=\n\n`|\Z)", doc, re.MULTILINE | re.DOTALL))
+    assert not list(wrong_card(doc)) and len(cards) >= len(names) - 1 and cards.keys() <= set(names)
+    assert not [fault for card in cards.values() for fault in wrong_card(card[0].upper() + card[1:])]
+
+
+def is_transform(node: ast.FunctionDef) -> bool:
+    return any(ast.unparse(it).partition("(")[0] == "transform" for it in node.decorator_list)
 
 
 @pytest.mark.parametrize(

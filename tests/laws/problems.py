@@ -19,7 +19,7 @@ from torch import nn
 import fds
 from fds.loss import Buffered
 from fds.optim import Optimizer
-from fds.transforms.reference_kernels import reference_kernels
+from fds.transforms.kernels import reference_kernels
 
 ROWS = 12  # divides into 1, 2, 3, 4, 6 microbatches
 

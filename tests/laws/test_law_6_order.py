@@ -7,8 +7,7 @@ from hypothesis import given, strategies as st
 
 import fds
 from fds.errors import ComposeError
-from fds.transforms.reference_kernels import reference_kernels
-from fds.transforms.triton_kernels import triton_kernels
+from fds.transforms.kernels import reference_kernels, triton_kernels
 from tests.bits import assert_same_bits
 from tests.laws.problems import TRANSFORMS, compositions, optimizers, problems
 

@@ -18,7 +18,7 @@ from fds.plans.schedules import (
     zb_h2,
     zb_v,
 )
-from fds.plans.searched import searched
+from fds.plans.search import searched
 from fds.plans.simulator import Costs, simulate
 
 TRAINING = [gpipe, one_f_one_b, interleaved(2), zb_h1, zb_h2, zb_v, dualpipe_v]

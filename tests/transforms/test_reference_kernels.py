@@ -13,8 +13,7 @@ from fds.errors import FdsError, KernelError
 from fds.kernels import choice, chosen, language, only, prefer_triton, swiglu
 from fds.kernels.choice import runs_triton
 from fds.kernels.language import is_there
-from fds.transforms.reference_kernels import reference_kernels
-from fds.transforms.triton_kernels import triton_kernels
+from fds.transforms.kernels import reference_kernels, triton_kernels
 from tests.bits import assert_same_bits
 from tests.laws.problems import compositions, make, optimizers, problems
 

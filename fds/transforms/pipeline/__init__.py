@@ -18,7 +18,7 @@ from fds.loss import Layers, LayerSpec
 from fds.plans import LayerCosts, Op, PipelineSchedule, Plan, boundaries_of, validate
 from fds.plans.plan import COMPUTE
 from fds.step import Dimension, Split, Step, fill, transform
-from fds.transforms.pipeline.lowered import Lowered
+from fds.transforms.pipeline.computations import Lowered
 from fds.transforms.pipeline.ownership import Ownership
 from fds.transforms.pipeline.post import numbered
 from fds.transforms.pipeline.station import Pipeline

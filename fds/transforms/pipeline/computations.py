@@ -1,7 +1,8 @@
-"""The actions of a plan, done on the stages of this process; how packets travel is the mail's business."""
+"""A plan as one process runs it: the actions done on its stages, in order, and what becomes of a failure."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
@@ -10,15 +11,75 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds import loss as losses, tree
-from fds.errors import BatchError, RankError
-from fds.plans import Action, Op, recorder
+from fds import errors, loss as losses, tree
+from fds.errors import BatchError, FdsError, RankError
+from fds.plans import Action, Op, Plan, assign_buffers, communicate, forwards_of, linear, overlap, recorder, simulate
+from fds.plans.plan import COMPUTE
 from fds.step import Kept, Order, Seeds, Totals, profiled
-from fds.transforms.pipeline.packet import Packet
+from fds.transforms.pipeline.post import Item, Packet, Post
 from fds.transforms.pipeline.stage import Stage
 
+
+@attrs.frozen(slots=False, eq=False)
+class Lowered:
+    """A plan, and this rank's part of it; `index` is None where one process does all."""
+
+    plan: Plan
+    index: int | None
+    early: bool  # receives may begin before they are needed
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches a batch is cut into."""
+        return self.plan.num_microbatches
+
+    @functools.cached_property
+    def whole(self) -> Plan:
+        """The plan of all ranks with its messages and buffers."""
+        plan = communicate(self.plan)
+        return assign_buffers(overlap(plan) if self.early else plan)
+
+    @functools.cached_property
+    def row(self) -> tuple[Action, ...]:
+        """What this rank does."""
+        assert self.index is not None
+        return self.whole.rows[self.index]
+
+    @functools.cached_property
+    def places(self) -> dict[Action, int]:
+        """Of every action of the plan, its place in an order of all."""
+        return {action: place for place, (_, action) in enumerate(linear(self.whole))}
+
+    @functools.cached_property
+    def split(self) -> frozenset[tuple[int, int]]:
+        """The (stage, microbatch)s whose backward is in two halves."""
+        actions = (a for row in self.plan.rows for a in row)
+        return frozenset((a.stage, a.microbatch) for a in actions if a.op is Op.BACKWARD_WEIGHT)  # type: ignore[misc]
+
+    @functools.cached_property
+    def final(self) -> Action | None:
+        """The last backward that completes a sum on this rank."""
+        actions = [a for _, a in linear(self.plan)] if self.index is None else self.row
+        ends = [a for a in actions if a.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)]
+        return ends[-1] if ends else None
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank has the first or the last stage, which need the batch."""
+        ends = {self.plan.placement[0], self.plan.placement[self.plan.num_stages - 1]}
+        return self.index is None or self.index in ends
+
+    @functools.cached_property
+    def bubble(self) -> float:
+        """The bubble's share of the time, if all stages cost the same."""
+        return simulate(self.plan).bubble_fraction
+
+    def forwards(self, num_microbatches: int) -> Lowered:
+        """Return the plan of forwards alone, for stages that lie where this plan has them."""
+        return Lowered(forwards_of(self.plan.placement, num_microbatches), self.index, self.early)
+
+
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)  # what begins a microbatch's backward
-Item = tuple[str, int, int]  # ("activation" or "gradient", the stage that needs it, microbatch)
 
 
 class Mail(Protocol):
@@ -177,3 +238,124 @@ class Computations:
 
 def _nothing(leaves: list[Tensor]) -> None:
     """Be a backward that adds nothing to the gradients."""
+
+
+def run_row(plan: Lowered, work: Computations, post: Post, failure: Failure | None) -> Failure | None:
+    """Do this rank's row; return what failed first on it, where something did. Raises `RankError` for a lost rank."""
+    for action in plan.row:
+        if failure is None:
+            try:
+                _do(action, work, post)
+                continue
+            except RankError:
+                raise
+            except Exception as error:
+                failure = Failure.of(error, plan.places[action], action)
+        if action.op in COMPUTE:
+            post.forgo(action)
+            work.skip(action)
+        else:
+            _do(action, work, post, hollow=True)
+    post.close()
+    return failure
+
+
+def _do(action: Action, work: Computations, post: Post, *, hollow: bool = False) -> None:
+    if action.op in COMPUTE:
+        work.do(action, post)
+    elif action.op in (Op.SEND_ACTIVATION, Op.SEND_GRAD):
+        post.send(action, hollow=hollow)
+    elif action.op in (Op.RECV_ACTIVATION, Op.RECV_GRAD):
+        post.receive(action)
+
+
+def run_alone(plan: Plan, work: Computations, failure: Failure | None) -> Failure | None:
+    """Do the computations of a plan; return what failed first, where something did. Raises what a lost rank raises."""
+    mail = Local()
+    for place, (_, action) in enumerate(linear(plan)):
+        if failure is None:
+            try:
+                work.do(action, mail)
+                continue
+            except RankError:
+                raise
+            except Exception as error:
+                failure = Failure.of(error, place, action)
+        work.skip(action)  # data ranks still meet
+    return failure
+
+
+_WORDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward (B)",
+    Op.BACKWARD_WEIGHT: "backward (W)",
+    Op.SEND_ACTIVATION: "output",
+    Op.SEND_GRAD: "gradient",
+    Op.RECV_ACTIVATION: "input",
+    Op.RECV_GRAD: "gradient of the output",
+}
+
+
+@attrs.frozen
+class Failure:
+    """An error at a place of the plan: what came of it elsewhere has a later place."""
+
+    place: int  # in the order of the whole plan; -1 before it begins
+    where: str
+    kind: str  # of the error
+    fields: tuple[str, ...]  # of an `FdsError`; the text of any other
+    error: Exception | None = attrs.field(default=None, eq=False)  # on the rank that failed
+
+    @classmethod
+    def of(cls, error: Exception, place: int = -1, action: Action | None = None) -> Failure:
+        """Return the failure of an action, or of what comes before the first."""
+        where = "" if action is None else f"stage {action.stage}, {_WORDS[action.op]} of microbatch {action.microbatch}"
+        kind = type(error).__name__
+        if isinstance(error, FdsError):
+            kind = next(c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)
+            fields = tuple(map(_text, (error.what, error.where, error.got, error.want, error.hint)))
+        else:
+            fields = ("\n".join([_text(error), *map(_text, getattr(error, "__notes__", ()))]),)
+        return cls(place, where, kind, fields, error)
+
+    def json(self) -> list[Any]:
+        """Return it for the other ranks."""
+        return [self.place, self.where, self.kind, list(self.fields)]
+
+    def alone(self) -> Exception:
+        """Return what one process raises: an `FdsError` with stage and microbatch, any other with a note of them."""
+        assert self.error is not None
+        if isinstance(self.error, FdsError):
+            return self.raised()
+        self.error.add_note(f"in {self.where}" if self.where else "before the pipeline began")
+        return self.error
+
+    def raised(self, rank: str = "") -> FdsError:
+        """Return what every rank raises: an `FdsError` as it was, with stage and microbatch; else `RankError`."""
+        where = ", ".join(filter(None, [rank, self.where]))
+        kind = getattr(errors, self.kind, None)
+        if kind is not None and len(self.fields) == 5:
+            what, place, got, want, hint = self.fields
+            made = kind(what, where=": ".join(filter(None, [where, place])), got=got, want=want, hint=hint)
+        else:
+            made = RankError("a stage of the pipeline failed", where=where, got=f"{self.kind}: {self.fields[0]}")
+        made.__cause__ = self.error
+        return made
+
+
+def _text(x: object) -> str:
+    """Return a text of anything, even of what fails to say what it is: the other ranks wait for it."""
+    try:
+        return str(x)[:2000]
+    except Exception as error:
+        return f"(its text cannot be made: {type(error).__name__})"
+
+
+def first_failure(failures: Sequence[list[Any] | None]) -> tuple[int, Failure] | None:
+    """Return which rank failed first, and how, given what `json` returned on those that did."""
+    found = [(one[0], rank, one) for rank, one in enumerate(failures) if one is not None]
+    if not found:
+        return None
+    _, rank, (place, where, kind, fields) = min(found, key=lambda one: one[:2])
+    return rank, Failure(place, where, kind, tuple(fields))

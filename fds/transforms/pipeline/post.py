@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -20,10 +20,97 @@ from torch import Tensor
 from fds import tree
 from fds.collectives import Axis, Work
 from fds.collectives.dry import dry
+from fds.collectives.traffic import Expected
 from fds.errors import BatchError, LossError
 from fds.plans import Action, Op
-from fds.transforms.pipeline.computations import Item
-from fds.transforms.pipeline.packet import Packet, Shape
+
+Item = tuple[str, int, int]  # ("activation" or "gradient", the stage that needs it, microbatch)
+
+
+@attrs.frozen(eq=False)
+class Packet:
+    """An activation: the leaves of a pytree, and which of them want a gradient."""
+
+    leaves: list[Any]
+    structure: Any
+    wants: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Packet:
+        """Return the packet of what a layer returned, or of a part of the batch."""
+        leaves, structure = tree.parts(value)
+        return cls(leaves, structure, tuple(isinstance(x, Tensor) and x.requires_grad for x in leaves))
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """Return a pytree of this structure."""
+        return self.structure.unflatten(leaves)
+
+    def loose(self) -> Packet:
+        """Return the packet without its graph."""
+        free = [x.detach() if isinstance(x, Tensor) else x for x in self.leaves]
+        return Packet(free, self.structure, self.wants)
+
+    def header(self, where: str) -> dict[str, Any]:
+        """Return what the receiver must know, as JSON. Raises `LossError` for what cannot be sent."""
+        try:
+            structure = tree.dump_structure(self.structure)
+        except Exception as error:  # whatever a container's own way to be written raises
+            raise LossError(
+                "a layer returned a container that cannot be sent to the next stage",
+                where=where,
+                got=str(error)[:200],
+                want="tuples, lists, dicts, records of fds.tree.record",
+            ) from error
+        leaves = [_described(x, want, where) for x, want in zip(self.leaves, self.wants, strict=True)]
+        return {"structure": structure, "leaves": leaves}
+
+
+@attrs.frozen
+class Shape:
+    """What is known of a packet before it comes: of every leaf dtype, shape and whether it wants a gradient."""
+
+    structure: Any
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...], bool] | None, ...]  # None: the leaf is the value itself
+    values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, header: dict[str, Any]) -> Shape | None:
+        """Read a header; None where it says that the stage has failed."""
+        if "failed" in header:
+            return None
+        tensors = tuple(
+            (getattr(torch, leaf["dtype"]), tuple(leaf["shape"]), leaf["wants"]) if "dtype" in leaf else None
+            for leaf in header["leaves"]
+        )
+        values = tuple(leaf.get("value") for leaf in header["leaves"])
+        return cls(tree.load_structure(header["structure"]), tensors, values)
+
+    def packet(self, tensors: Sequence[Tensor]) -> Packet:
+        """Return the packet with these tensors in their places."""
+        left = iter(tensors)
+        leaves = [value if kind is None else next(left) for kind, value in zip(self.tensors, self.values, strict=True)]
+        return Packet(leaves, self.structure, tuple(kind is not None and kind[2] for kind in self.tensors))
+
+
+def _described(x: Any, wants: bool, where: str) -> dict[str, Any]:
+    if isinstance(x, Tensor):
+        if x.layout is not torch.strided:
+            raise LossError(
+                "a layer returned a tensor that cannot be sent to the next stage",
+                where=where,
+                got=str(x.layout),
+                want="a dense tensor",
+                hint="x.to_dense() as the last layer of the stage",
+            )
+        return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "wants": wants}
+    if x is None or isinstance(x, bool | int | float | str):
+        return {"value": x}
+    raise LossError(
+        "a layer returned a value that cannot be sent to the next stage",
+        where=where,
+        got=repr(x)[:80],
+        want="tensors, numbers, strings, None",
+    )
 
 
 @attrs.define(eq=False)
@@ -310,3 +397,47 @@ def _other_shape(header: Any, known: Any) -> BatchError:
         want=f"{show(known, header)}, as the first",
         hint="pipeline(..., dynamic_shapes=True)",
     )
+
+
+# action -> whether it sends, what, and over which border of its stage: that after it, or that before
+_POSTED = {
+    Op.SEND_ACTIVATION: ("send", "activation", 0),
+    Op.RECV_ACTIVATION: ("recv", "activation", -1),
+    Op.SEND_GRAD: ("send", "gradient", -1),
+    Op.RECV_GRAD: ("recv", "gradient", 0),
+}
+
+
+def expected(
+    row: Sequence[Action],
+    placement: Mapping[int, int],
+    channels: Mapping[Any, Axis],
+    headers: Mapping[int, dict[str, Any] | None],
+    shares: bool,
+) -> Iterator[Expected]:
+    """Yield the messages of a rank's row, of the borders whose header is known, by the stage before each.
+
+    `shares` says whether a number goes with the gradients by every packet.
+    """
+    numbers, announced = numbered(placement), set[int]()
+    for action in row:
+        if action.op not in _POSTED or action.stage is None:
+            continue
+        op, kind, shift = _POSTED[action.op]
+        border = action.stage + shift
+        header = headers.get(border)
+        shape = None if header is None else Shape.of(header)
+        if shape is None:
+            continue
+        axis = channels[kind, numbers[border]]
+        sizes = [
+            torch.Size(dims).numel() * dtype.itemsize
+            for dtype, dims, wants in filter(None, shape.tensors)
+            if wants or kind == "activation"
+        ]
+        if kind == "gradient" and shares:
+            sizes.append(torch.float64.itemsize)
+        if kind == "activation" and border not in announced:
+            announced.add(border)
+            sizes = [torch.int64.itemsize, len(json.dumps(header).encode()), *sizes]
+        yield from (Expected.of(axis, op, size) for size in sizes if size)

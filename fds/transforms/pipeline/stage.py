@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fds import autodiff, loss as losses
 from fds.step import Cut, Microbatch
 from fds.transforms.pipeline.halves import Rest, backward_input
-from fds.transforms.pipeline.packet import Packet
+from fds.transforms.pipeline.post import Packet
 
 Grads = Sequence[Tensor | None]  # by leaf of a packet
 

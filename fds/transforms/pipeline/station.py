@@ -16,14 +16,9 @@ from fds.collectives.traffic import Expected
 from fds.errors import LossError
 from fds.microbatches import Microbatches
 from fds.step import Pass, PassResult, Runtime, SplitBatch, Totals, materialize, rows
-from fds.transforms.pipeline import ranks, serial
-from fds.transforms.pipeline.computations import Computations
-from fds.transforms.pipeline.expected import expected
-from fds.transforms.pipeline.failure import Failure, first
-from fds.transforms.pipeline.lowered import Lowered
+from fds.transforms.pipeline.computations import Computations, Failure, Lowered, first_failure, run_alone, run_row
 from fds.transforms.pipeline.ownership import Ownership
-from fds.transforms.pipeline.packet import Packet
-from fds.transforms.pipeline.post import Post
+from fds.transforms.pipeline.post import Packet, Post, expected
 from fds.transforms.pipeline.stage import Stage
 
 
@@ -186,7 +181,7 @@ class Pipeline:
 
     def _run(self, run: Pass, plan: Lowered, work: Computations, failure: Failure | None) -> Failure | None:
         if self.axis is None:
-            return serial.run(plan.plan, work, failure)
+            return run_alone(plan.plan, work, failure)
         pool = run.runtime.pool if plan.plan.trains else None
         post = Post(
             pool,
@@ -198,7 +193,7 @@ class Pipeline:
             last=self.headers,
             shares=work.kept is not None,
         )
-        failure = ranks.run(plan, work, post, failure)
+        failure = run_row(plan, work, post, failure)
         if plan.plan.trains:
             for stage in post.borders:
                 self.headers[stage] = post.borders[stage].known
@@ -230,7 +225,7 @@ class Pipeline:
         if not any(told for told, _ in numbers):
             return _like(totals, self.kinds[what], self.owned.device), any(some for _, some in numbers)
         reports = everyone.exchange([failure and failure.json(), kinds, whole], what)
-        if failed := first([one[0] for one in reports]):
+        if failed := first_failure([one[0] for one in reports]):
             rank, known = failed
             mine = failure is not None and rank == everyone.index
             known = failure if mine and failure is not None else known

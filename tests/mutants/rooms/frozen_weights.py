@@ -3,7 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 LAW = "tests/transforms/test_quantize_frozen.py"
-FILE = "fds/transforms/quantize_frozen.py"
+FILE = "fds/transforms/freeze.py"
 MUTANTS = (
     Mutant(
         "the-last-group-without-a-scale",

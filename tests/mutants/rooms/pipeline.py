@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "sums-complete-before-w",
-        "fds/transforms/pipeline/lowered.py",
+        "fds/transforms/pipeline/computations.py",
         "ends = [a for a in actions if a.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)]",
         "ends = [a for a in actions if a.op in (Op.BACKWARD, Op.BACKWARD_INPUT)]",
         "sums are reduced before the last W has added to them",
@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         "first-failure-by-rank",
-        "fds/transforms/pipeline/failure.py",
+        "fds/transforms/pipeline/computations.py",
         "found = [(one[0], rank, one) for rank, one in enumerate(failures) if one is not None]",
         "found = [(rank, rank, one) for rank, one in enumerate(failures) if one is not None]",
         "what came of a failure is raised in the place of what failed first",
@@ -125,7 +125,7 @@ MUTANTS = (
     ),
     Mutant(
         "failure-without-its-path",
-        "fds/transforms/pipeline/failure.py",
+        "fds/transforms/pipeline/computations.py",
         'where=": ".join(filter(None, [where, place]))',
         "where=where",
         "an error that another rank raises lacks its own path",

@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     Mutant(
         "every-packet-is-announced",
-        "fds/transforms/pipeline/expected.py",
+        "fds/transforms/pipeline/post.py",
         "border not in announced",
         "border >= 0",
         "headers are predicted for every microbatch",

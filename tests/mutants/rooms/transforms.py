@@ -205,7 +205,7 @@ MUTANTS = (
     ),
     Mutant(
         "clip-value-keeps-the-norm",
-        "fds/transforms/clip_by_value.py",
+        "fds/transforms/clip.py",
         "return Gradients(grads.leaves, None)",
         "return Gradients(grads.leaves, None, grads.norm)",
         "a clip by norm after a clip by value uses the norm of before",

@@ -7,7 +7,7 @@ from torch import nn
 import fds
 from fds import tree
 from fds.kernels import choice, language, only
-from fds.transforms.reference_kernels import reference_kernels
+from fds.transforms.kernels import reference_kernels
 from tests.unit.step.problem import BATCH, loss_fn, make, make_params
 
 

@@ -4,26 +4,43 @@ Fills:  kernels                  State:  none
 Law:    the plain step to the rounding of its dtypes; on a CPU the identity, bit for bit
 Cost:   on a GPU less time and memory, as far as the kernels keep what they were written for; on a CPU nothing
 Source: fds/kernels/choice.py, the one place that decides which runs
+
+`reference_kernels`: run the references of all kernels, in plain torch, wherever the tensors are.
+
+Fills:  kernels                  State:  none
+Law:    on the CPU the identity, bit for bit; on a GPU, where kernels are chosen, the same to rounding
+Cost:   on a GPU what chosen kernels save; on a CPU nothing
+Source: fds/kernels/choice.py, the one place that decides which runs
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import attrs
 
-from fds.kernels import prefer_triton
+from fds.kernels import only, prefer_triton
 from fds.step import Step, fill, transform
 
 
 @attrs.frozen(repr=False)
-class TritonKernels:
+class KernelScope:
     """The scope in which a step, its evaluation and its first state run."""
+
+    open: Callable[[], AbstractContextManager[None]]
+    text: str
 
     def __call__(self) -> AbstractContextManager[None]:
         """Return a scope that is open once."""
-        return prefer_triton()
+        return self.open()
 
     def __repr__(self) -> str:
-        return "Triton kernels where they can run, else torch's operators"
+        return self.text
+
+
+_TRITON = KernelScope(prefer_triton, "Triton kernels where they can run, else torch's operators")
+_REFERENCES = KernelScope(lambda: only("reference"), "references only")
 
 
 @transform
@@ -37,6 +54,20 @@ def triton_kernels():
     """
 
     def apply(step: Step) -> Step:
-        return fill(step, kernels=TritonKernels())
+        return fill(step, kernels=_TRITON)
+
+    return apply
+
+
+@transform
+def reference_kernels():
+    """Run references only: in forward, recomputation, backward, the optimizer, evaluation, `init` and `describe`.
+
+    For comparing a kernel with its reference, and for derivatives of higher order, which kernels do not have.
+    While a step runs, the choice holds for all threads of the process: those of torch's backward, and others.
+    """
+
+    def apply(step: Step) -> Step:
+        return fill(step, kernels=_REFERENCES)
 
     return apply
