@@ -2,7 +2,7 @@
 
 For each table, head size and kind of call: candidates are compiled and held against the reference by several processes,
 at a small size, then timed one after another, causal and not, with heads that fill 2,048 columns and 16,384 tokens. The
-fastest is printed as the line that the table has in fds/kernels/attentions, and every time is appended to a file.
+fastest is printed as the line that the table has in fds/kernels, and every time is appended to a file.
 A row of the queries' or the keys' kernel is timed within the whole backward pass, of which the other kernel is a part.
 """
 
@@ -26,12 +26,12 @@ from torch import Tensor
 from benchmarks.children import Pool, Task
 from benchmarks.kernel_timing import Clock
 from benchmarks.kernel_works import WITHIN
-from fds.kernels.attentions import flash, flash_backward
-from fds.kernels.attentions.flash_blocks import blocks
+from fds.kernels import flash, flash_backward
 from fds.kernels.choice import only
+from fds.kernels.flash_blocks import blocks
 from fds.kernels.language import LEAST, shared_memory
 
-Key = tuple[int, int, str]  # of a row in a launch table, see fds.kernels.attentions.flash_blocks.kind
+Key = tuple[int, int, str]  # of a row in a launch table, see fds.kernels.flash_blocks.kind
 Row = Mapping[str, int]
 
 TABLES = {"LAUNCH": flash.LAUNCH, "OVER_QUERIES": flash_backward.OVER_QUERIES, "OVER_KEYS": flash_backward.OVER_KEYS}

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.goals import COPY_FORWARD
 from benchmarks.kernel_streams import drawn, together
 from benchmarks.kernel_works import Goals, Setting, Way, Work
-from fds.kernels.messages import quantized, signs, sums
+from fds.kernels import quantized, signs, sums
 
 RANKS = 8
 CODES = {8: 256, 4: 256, 1: 2048}  # bits -> numbers of a group

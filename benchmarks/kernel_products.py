@@ -22,10 +22,10 @@ from benchmarks.kernel_layers import layers
 from benchmarks.kernel_peers import peers
 from benchmarks.kernel_streams import BF16, drawn, phases, together, words
 from benchmarks.kernel_works import Goals, Setting, Way, Work, ways_beside
-from fds.kernels.attentions.flash import flash_attention
-from fds.kernels.attentions.softmax import masked_softmax
-from fds.kernels.losses._cross_entropy import cross_entropy
-from fds.kernels.losses._linear_cross_entropy import linear_cross_entropy
+from fds.kernels.flash import flash_attention
+from fds.kernels.head_loss import linear_cross_entropy
+from fds.kernels.softmax import masked_softmax
+from fds.kernels.token_loss import cross_entropy
 
 DROPOUT = 0.1
 GPT2_VOCABULARY, LLAMA_VOCABULARY = 50257, 128256

@@ -14,12 +14,12 @@ from torch import Tensor
 from benchmarks.goals import ADAMW_BESIDE_FUSED, COMPILED, COPY_ELEMENTWISE, COPY_FORWARD, COPY_NORM_BACKWARD
 from benchmarks.kernel_peers import EPS, peers
 from benchmarks.kernel_works import Goals, Setting, Way, Work, ways_beside
-from fds.kernels.activations._swiglu import swiglu
-from fds.kernels.activations.dropout_add import bias_dropout_add
-from fds.kernels.activations.gelu import bias_gelu
-from fds.kernels.attentions._rotary import rotary
-from fds.kernels.norms.normalization import add_layer_norm, layer_norm, rms_norm
-from fds.kernels.optimizers.elementwise import adamw, lion, lion_reference, sgd, sgd_reference
+from fds.kernels._rotary import rotary
+from fds.kernels._swiglu import swiglu
+from fds.kernels.dropout_add import bias_dropout_add
+from fds.kernels.elementwise import adamw, lion, lion_reference, sgd, sgd_reference
+from fds.kernels.gelu import bias_gelu
+from fds.kernels.normalization import add_layer_norm, layer_norm, rms_norm
 
 BF16, F32 = torch.bfloat16, torch.float32
 HYPER = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}

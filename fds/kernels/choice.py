@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -201,3 +201,33 @@ def _architecture(device: torch.device) -> str:
     if torch.version.hip is not None:
         return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+_RUNS = {TRITON: "Triton kernel", REFERENCE: "torch's operators"}
+
+
+def explanations(device: torch.device, more: Collection[torch.dtype] = ()) -> dict[str, str]:
+    """Return for every kernel what runs on a device, and why, for the dtypes of kernels and `more`, told apart."""
+    from fds.kernels.evidence import HOMES
+
+    texts = {}
+    for kernel in HOMES:
+        dtypes_of: dict[str, list[str]] = {}
+        for dtype in dict.fromkeys((*DTYPES, *more)):
+            text = f"{_RUNS[chosen(kernel, device, dtype)]} ({explained(kernel, device, dtype)})"
+            dtypes_of.setdefault(text, []).append(str(dtype).removeprefix("torch."))
+        if len(dtypes_of) == 1:
+            texts[kernel] = next(iter(dtypes_of))
+        else:
+            texts[kernel] = "; ".join(f"{text} in {', '.join(dtypes)}" for text, dtypes in dtypes_of.items())
+    return texts
+
+
+def summary(device: torch.device, more: Collection[torch.dtype] = ()) -> str:
+    """Return the same as one text: one line if it is the same for all kernels, else one for each text."""
+    kernels: dict[str, list[str]] = {}
+    for kernel, text in explanations(device, more).items():
+        kernels.setdefault(text, []).append(kernel)
+    if len(kernels) == 1:
+        return next(iter(kernels))
+    return "\n".join(f"{', '.join(names)}: {text}" for text, names in kernels.items())

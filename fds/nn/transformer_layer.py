@@ -38,9 +38,9 @@ from fds.kernels import (
     layer_norm,
     masked_softmax,
 )
-from fds.kernels.attentions.flash_blocks import LEAST_BIAS
-from fds.kernels.attentions.scaled_dot_product import scaled_dot_product
 from fds.kernels.choice import is_left_to_torch
+from fds.kernels.flash_blocks import LEAST_BIAS
+from fds.kernels.scaled_dot_product import scaled_dot_product
 from fds.loss import LayerSpec
 from fds.nn.parallel.tokens import check_alone
 from fds.nn.transformer_config import TransformerConfig

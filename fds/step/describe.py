@@ -122,7 +122,7 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
     trained = set(structure.trained_names)
     frozen = tuple(name for name in structure.names if name not in trained)
     unused, kept = ((), {}) if batch is None else _tried(step, structure, state, batch)
-    from fds.kernels.explanation import summary  # which a step that is not described does not load
+    from fds.kernels.choice import summary  # which a step that is not described does not load
 
     device = state.step.device
     dtypes = list(dict.fromkeys(leaf.dtype for leaf in structure.leaves.values() if leaf.trained)) or [torch.float32]

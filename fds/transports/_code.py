@@ -12,7 +12,6 @@ from fds import kernels, random
 from fds.collectives import Axis, Work
 from fds.collectives.traffic import Expected
 from fds.errors import ComposeError, is_int, is_number
-from fds.kernels.messages.groups import LEVELS
 from fds.step import Leg, Pending, Transport
 
 
@@ -318,7 +317,9 @@ class Quantized(Grouped):
 
     @property
     def bound(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return (0.5 + self.stochastic * 0.5 + 2.0**-15) / LEVELS[self.bits]  # a level or half, and float32's rounding
+        return (0.5 + self.stochastic * 0.5 + 2.0**-15) / (
+            2 ** (self.bits - 1) - 1
+        )  # a level or half, and float32's rounding
 
     @property
     def draws(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -340,7 +341,7 @@ def quantized(bits: int = 8, *, group: int = 256, stochastic: bool = False, feed
 
     Raises `ComposeError` for other bits, and a group that is not a multiple of 8 numbers.
     """
-    if bits not in LEVELS or isinstance(bits, bool):
+    if bits not in (8, 4) or isinstance(bits, bool):
         raise ComposeError("quantized: numbers of 8 or 4 bits are sent", got=f"bits={bits!r}", want="8 or 4")
     if not is_int(group, 8) or group % 8:
         raise ComposeError("quantized: not a size of groups", got=f"group={group!r}", want="a multiple of 8, 256 say")

@@ -6,7 +6,7 @@ from benchmarks import attention_tables
 from benchmarks.attention_tables import TABLES, candidates, taken, tuned, written
 from benchmarks.children import Pool
 from benchmarks.kernel_timing import Clock
-from fds.kernels.attentions.flash_blocks import blocks
+from fds.kernels.flash_blocks import blocks
 from fds.kernels.language import fitting
 
 CPU = torch.device("cpu")

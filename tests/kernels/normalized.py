@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fds.kernels.norms.normalization import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fds.kernels.normalization import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from tests.kernels.accuracy import TOLERANCE, assert_near, random
 
 KINDS = ["triton", "reference"]

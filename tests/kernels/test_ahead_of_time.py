@@ -18,9 +18,10 @@ FILES = sorted((ROOT / "fds/kernels").rglob("*.py"))
 DTYPES = {"float32", "float16", "bfloat16"}
 # Where the cases of a file's kernels are, if not under its own name.
 ELSEWHERE = {
-    "normalization_forward": "layer_normalization",
+    "normalization": "layer_normalization",
     "normalization_backward": "layer_normalization",
     "flash_backward": "flash",
+    "token_loss": "cross_entropy",
 }
 # Bytes that spill, outside of the loops, where a block has every kind of mask at once.
 SPILLED = {

@@ -7,8 +7,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fds.errors import KernelError
 from fds.kernels import prefer_triton
-from fds.kernels.attentions.flash import flash_attention
-from fds.kernels.attentions.scaled_dot_product import attention, merged, scaled_dot_product
+from fds.kernels.flash import flash_attention
+from fds.kernels.scaled_dot_product import attention, merged, scaled_dot_product
 from tests.devices import DEVICE
 from tests.kernels.accuracy import DTYPES, assert_near, in_float64, random
 from tests.kernels.on_gpu import Pretended

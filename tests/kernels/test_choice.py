@@ -11,7 +11,7 @@ import fds
 from fds.autodiff import value_and_grad
 from fds.errors import KernelError
 from fds.kernels import choice, evidence, language
-from fds.kernels.activations._swiglu import swiglu
+from fds.kernels._swiglu import swiglu
 from fds.kernels.choice import chosen, only, prefer_triton, runs_triton
 from tests.kernels.ways import traced
 

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 
 from fds.errors import KernelError
+from fds.kernels import logit_rows, token_loss
 from fds.kernels.choice import only
-from fds.kernels.losses import _cross_entropy as token_loss, logit_rows
-from fds.kernels.losses._cross_entropy import cross_entropy, reference
+from fds.kernels.token_loss import cross_entropy, reference
 from tests.devices import DEVICE
 from tests.kernels.accuracy import AWKWARD, DTYPES, TOLERANCE, assert_near, in_float64, random, strided
 from tests.kernels.ways import WAYS, kept_bytes, plain, poisoned, traced, without_a_gradient, zeros_in_backward

@@ -6,8 +6,8 @@ from hypothesis import given, strategies as st
 
 from fds.errors import KernelError
 from fds.kernels import philox
-from fds.kernels.activations.dropout_add import bias_dropout_add, dropout, reference
 from fds.kernels.choice import only
+from fds.kernels.dropout_add import bias_dropout_add, dropout, reference
 from tests.devices import DEVICE
 from tests.kernels.accuracy import DTYPES, assert_near, in_float64, random, strided
 from tests.kernels.ways import WAYS, as_handle, kept_bytes, plain, poisoned, traced

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fds.kernels import only
-from fds.kernels.optimizers.elementwise import adamw, lion, sgd
+from fds.kernels.elementwise import adamw, lion, sgd
 from tests.kernels.accuracy import assert_near, random
 
 NUM_STEPS, LONG, SHORT = 6, 1100, 431

@@ -7,11 +7,10 @@ from hypothesis import given, settings, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fds.errors import KernelError
-from fds.kernels import language, philox
-from fds.kernels.attentions import flash, flash_backward
-from fds.kernels.attentions.flash import flash_attention, reference
-from fds.kernels.attentions.flash_blocks import described
+from fds.kernels import flash, flash_backward, language, philox
 from fds.kernels.choice import only
+from fds.kernels.flash import flash_attention, reference
+from fds.kernels.flash_blocks import described
 from fds.kernels.language import LEAST, MOST
 from tests.devices import DEVICE
 from tests.kernels.accuracy import DTYPES, TOLERANCE, assert_near, in_float64, random, strided

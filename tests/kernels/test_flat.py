@@ -14,11 +14,10 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from fds.errors import KernelError
-from fds.kernels import only
+from fds.kernels import only, slices
+from fds.kernels._lamb import lamb, reference as lamb_reference
+from fds.kernels.elementwise import adam_reference, adamw, lion, lion_reference, sgd, sgd_reference
 from fds.kernels.language import jit, tl
-from fds.kernels.optimizers import slices
-from fds.kernels.optimizers.elementwise import adam_reference, adamw, lion, lion_reference, sgd, sgd_reference
-from fds.kernels.optimizers.lamb import lamb, reference as lamb_reference
 from tests.kernels.accuracy import AWKWARD, DTYPES, assert_near, random
 
 

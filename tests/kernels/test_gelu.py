@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 
 from fds.errors import KernelError
-from fds.kernels.activations.gelu import bias_gelu, bias_gelu_linear
 from fds.kernels.choice import only
+from fds.kernels.gelu import bias_gelu, bias_gelu_linear
 from tests.devices import DEVICE
 from tests.kernels.accuracy import DTYPES, assert_near, in_float64, random, strided
 from tests.kernels.ways import (

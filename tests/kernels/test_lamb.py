@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from fds.errors import KernelError
-from fds.kernels import only
-from fds.kernels.optimizers import slices
-from fds.kernels.optimizers.lamb import _moments_kernel, _params_kernel, _sum_kernel, lamb, reference, tiles_of
+from fds.kernels import only, slices
+from fds.kernels._lamb import _moments_kernel, _params_kernel, _sum_kernel, lamb, reference, tiles_of
 from tests.kernels.accuracy import assert_near, random
 
 BETAS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fds.kernels import only
-from fds.kernels.norms.normalization import add_layer_norm, layer_norm, layer_reference as reference
+from fds.kernels.normalization import add_layer_norm, layer_norm, layer_reference as reference
 from tests.kernels.accuracy import assert_near, distance, random
 
 KINDS = ["triton", "reference"]

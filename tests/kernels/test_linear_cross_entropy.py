@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fds
 from fds.errors import KernelError
+from fds.kernels import head_loss
 from fds.kernels.choice import only
-from fds.kernels.losses import _linear_cross_entropy as head_loss
-from fds.kernels.losses._linear_cross_entropy import chunk_size, linear_cross_entropy, reference, total_and_gradients
+from fds.kernels.head_loss import chunk_size, linear_cross_entropy, reference, total_and_gradients
 from tests.devices import DEVICE
 from tests.kernels.accuracy import DTYPES, TOLERANCE, assert_near, in_float64, random
 from tests.kernels.ways import WAYS, as_handle, kept_bytes, plain, traced, without_a_gradient, zeros_in_backward

@@ -8,8 +8,7 @@ import torch
 from hypothesis import example, given, strategies as st
 
 from fds.errors import KernelError
-from fds.kernels import only, pack_signs, quantize, sum_messages
-from fds.kernels.messages import sums
+from fds.kernels import only, pack_signs, quantize, sum_messages, sums
 from tests.bits import assert_same_bits
 from tests.kernels.accuracy import DTYPES, random, strided
 
@@ -144,7 +143,7 @@ def test_blocks_of_the_reference_are_seams_without_a_trace(monkeypatch):
     for bits, options in ((8, {"seed": 3}), (4, {}), (1, {})):
         whole = compare(x, bits=bits, group=32, kept=kept, **options)
         with monkeypatch.context() as patch:
-            patch.setattr("fds.kernels.messages.groups.BLOCK", 128)
+            patch.setattr("fds.kernels.groups.BLOCK", 128)
             parts = compare(x, bits=bits, group=32, kept=kept, **options)
             assert all(map(torch.equal, whole, parts))
             outs = torch.empty(2, 1000)

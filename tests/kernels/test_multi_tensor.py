@@ -10,8 +10,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from fds.errors import KernelError
-from fds.kernels import only
-from fds.kernels.optimizers import slices
+from fds.kernels import only, slices
 from tests.devices import DEVICE
 from tests.kernels.accuracy import DTYPES
 from tests.kernels.test_flat import UPDATES

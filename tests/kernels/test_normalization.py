@@ -4,8 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from fds.kernels import only
-from fds.kernels.norms import normalization_backward
+from fds.kernels import normalization_backward, only
 from tests.kernels.accuracy import DTYPES, NAMES, TOLERANCE, distance, random, strided
 from tests.kernels.normalized import KINDS, NORMS, check, example, normalized
 from tests.kernels.ways import poisoned

@@ -6,8 +6,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fds.errors import KernelError
-from fds.kernels import only
-from fds.kernels.norms import normalization_backward
+from fds.kernels import normalization_backward, only
 from tests.kernels.accuracy import assert_near
 from tests.kernels.normalized import KINDS, LEAVES, NORMS, example, normalized
 from tests.kernels.ways import WAYS, as_handle, traced

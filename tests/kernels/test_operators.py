@@ -9,7 +9,7 @@ import torch
 
 import fds.kernels
 from fds.errors import KernelError
-from fds.kernels.activations._swiglu import swiglu
+from fds.kernels._swiglu import swiglu
 from fds.kernels.choice import only
 from fds.kernels.operators import Function, Operator
 from tests.kernels.accuracy import random

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fds.kernels import only
-from fds.kernels.norms.normalization import Formulas, add_rms_norm, rms_norm, rms_reference as reference
+from fds.kernels.normalization import Formulas, add_rms_norm, rms_norm, rms_reference as reference
 from tests.kernels.accuracy import assert_near, random
 from tests.kernels.on_gpu import Pretended
 

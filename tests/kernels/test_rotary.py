@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from fds.errors import KernelError
-from fds.kernels.attentions._rotary import reference, rotary
+from fds.kernels._rotary import reference, rotary
 from fds.kernels.choice import only
 from tests.kernels.accuracy import DTYPES, assert_near, in_float64, random, strided
 from tests.kernels.ways import WAYS, as_handle, kept_bytes, plain, poisoned, traced

@@ -6,10 +6,9 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 
 from fds.errors import KernelError
-from fds.kernels import philox
-from fds.kernels.attentions import softmax
-from fds.kernels.attentions.softmax import masked_softmax, reference
+from fds.kernels import philox, softmax
 from fds.kernels.choice import only
+from fds.kernels.softmax import masked_softmax, reference
 from tests.kernels.accuracy import DTYPES, assert_near, in_float64, random, strided
 from tests.kernels.ways import WAYS, kept_bytes, plain, poisoned, traced, without_a_gradient, zeros_in_backward
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from fds.errors import KernelError
-from fds.kernels.activations._swiglu import reference, swiglu
+from fds.kernels._swiglu import reference, swiglu
 from fds.kernels.choice import only
 from tests.kernels.accuracy import AWKWARD, DTYPES, assert_near, in_float64, random, strided
 from tests.kernels.ways import WAYS, as_handle, kept_bytes, plain, poisoned, traced

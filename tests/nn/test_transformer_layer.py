@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fds
 from fds.errors import KernelError
-from fds.kernels.attentions.flash import flash_attention
-from fds.kernels.attentions.scaled_dot_product import attention
-from fds.kernels.attentions.softmax import masked_softmax
 from fds.kernels.choice import only
+from fds.kernels.flash import flash_attention
+from fds.kernels.scaled_dot_product import attention
+from fds.kernels.softmax import masked_softmax
 from fds.nn import TransformerConfig, TransformerLayer, transformer_layer
 from fds.nn.transformer_layer import _select_attention
 from tests.bits import assert_same_bits

@@ -9,7 +9,7 @@ import torch
 
 from fds.command_line.doctor.check import Finding, Level, Settings, run_together
 from fds.kernels import chosen
-from fds.kernels.explanation import explanations
+from fds.kernels.choice import explanations
 from fds.kernels.language import is_there
 
 LIMIT = 120.0  # seconds; compiling takes a few

@@ -22,9 +22,10 @@ from torch import Tensor
 from fds.collectives import Axis, operators
 from fds.collectives.axis import of_handle
 from fds.errors import KernelError, is_int
-from fds.kernels import arguments, losses as one_rank
-from fds.kernels.losses import LinearCrossEntropy, counted, vocabulary_parts as parts
+from fds.kernels import arguments, head_loss as one_rank, vocabulary_parts as parts
+from fds.kernels.head_loss import LinearCrossEntropy
 from fds.kernels.operators import operator
+from fds.kernels.token_loss import counted, reduced
 from fds.nn.parallel import checking
 from fds.nn.parallel.vocab_cross_entropy import Columns, check_num_classes, columns_of, gathered
 
@@ -106,7 +107,7 @@ def linear_cross_entropy(
         float(z_loss),
         ignore_index,
     )
-    return one_rank.reduced(total, targets, ignore_index, reduction)
+    return reduced(total, targets, ignore_index, reduction)
 
 
 def _whole(hidden: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention over a sequence axis by passing keys and values around a ring of ranks.
 
 Each of N ranks has S / N tokens. It computes attention of its queries over its keys while these are on their way to the
-next rank, then over those that came from the rank before, and so on for N steps; `fds.kernels.attentions.partial` says
+next rank, then over those that came from the rank before, and so on for N steps; `fds.kernels.partial_attention` says
 how the parts are merged, in float32. Backward goes around once more: gradients of keys and values travel with them, and
 one step further, home.
 
@@ -28,8 +28,7 @@ from torch import Tensor
 
 from fds.collectives import Axis, all_gather
 from fds.collectives.links import Work
-from fds.kernels import arguments
-from fds.kernels.attentions import partial
+from fds.kernels import arguments, partial_attention as partial
 from fds.kernels.operators import Function, first_order
 from fds.nn.parallel.zigzag import Layout
 

@@ -1,6 +1,6 @@
 """Cross-entropy over a vocabulary whose columns lie on the ranks of a tensor axis; logits are never gathered.
 
-The equations are those of `fds.kernels.losses.vocabulary_parts`, with a rank for each part. Ranks gather their messages
+The equations are those of `fds.kernels.vocabulary_parts`, with a rank for each part. Ranks gather their messages
 (3, N), or (4, N) with label smoothing, in float32 (float64 for float64), and each finds the loss of all tokens in them.
 All compute one loss and have the gradient of their own columns, with no further message (see `mappings`).
 
@@ -20,9 +20,9 @@ from torch import Tensor
 from fds.collectives import Axis, operators
 from fds.collectives.functional import apply_function
 from fds.errors import KernelError, is_int
-from fds.kernels import arguments
-from fds.kernels.losses import check_options, check_targets, counted, cross_entropy, reduced, vocabulary_parts as parts
+from fds.kernels import arguments, vocabulary_parts as parts
 from fds.kernels.operators import Function, first_order
+from fds.kernels.token_loss import check_options, check_targets, counted, cross_entropy, reduced
 from fds.loss import current_mode
 from fds.nn.parallel import checking
 from fds.nn.parallel.region import ranges

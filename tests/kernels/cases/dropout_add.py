@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fds.kernels.activations.dropout_add import bias_dropout_add, dropout
+from fds.kernels.dropout_add import bias_dropout_add, dropout
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fds.kernels.optimizers.elementwise import adamw, lion, sgd
+from fds.kernels.elementwise import adamw, lion, sgd
 
 SIZE = 2**20 + 32
 Cases = Iterator[tuple[str, Callable[[], object]]]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fds.kernels.attentions.flash import flash_attention
+from fds.kernels.flash import flash_attention
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:

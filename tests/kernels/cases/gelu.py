@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fds.kernels.activations.gelu import bias_gelu, bias_gelu_linear
+from fds.kernels.gelu import bias_gelu, bias_gelu_linear
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:

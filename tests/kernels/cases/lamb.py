@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fds.kernels.optimizers.lamb import lamb
+from fds.kernels._lamb import lamb
 
 SEGMENTS = [(0, 2**20), (2**20, 1000), (2**20 + 1024, 0)]
 SIZE = 2**20 + 1024

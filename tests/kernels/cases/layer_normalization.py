@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fds.kernels.norms.normalization import add_layer_norm, layer_norm
+from fds.kernels.normalization import add_layer_norm, layer_norm
 
 # Few, each row of the launch tables, beyond them, and what has no vectors of 16 bytes.
 COLUMNS = [42, 1000, 1024, 4096, 8191, 8192, 12296, 65536, 131072]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fds.kernels.losses.logit_rows import launch_with_gradient as launch
+from fds.kernels.logit_rows import launch_with_gradient as launch
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:

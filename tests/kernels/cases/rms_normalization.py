@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fds.kernels.norms.normalization import add_rms_norm, rms_norm
+from fds.kernels.normalization import add_rms_norm, rms_norm
 
 # Of the kernels in fds.kernels.normalization_*, layer_normalization's cases hold the rest.
 COLUMNS = [1024, 8192, 65536]

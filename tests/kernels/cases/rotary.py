@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fds.kernels.attentions._rotary import rotary
+from fds.kernels._rotary import rotary
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:

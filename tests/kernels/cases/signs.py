@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from fds.kernels.messages.signs import pack_signs
+from fds.kernels.signs import pack_signs
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from fds.kernels.messages.sums import sum_messages
+from fds.kernels.sums import sum_messages
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         "cross-entropy-forgets-the-ends",
-        "fds/kernels/losses/logit_rows.py",
+        "fds/kernels/logit_rows.py",
         "among += tl.sum(exp(x - top), 0)",
         "pass",
         "the unaligned ends of an odd vocabulary are left out of the sum",
@@ -29,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         "cross-entropy-smooths-without-the-ends",
-        "fds/kernels/losses/logit_rows.py",
+        "fds/kernels/logit_rows.py",
         "every += tl.sum(tl.where(inside, x, 0.0), 0)",
         "pass",
         "label smoothing leaves out the ends of an odd vocabulary",
@@ -37,7 +37,7 @@ MUTANTS = (
     ),
     Mutant(
         "cross-entropy-gradient-of-ignored",
-        "fds/kernels/losses/_cross_entropy.py",
+        "fds/kernels/token_loss.py",
         'dloss = tl.where(is_taken, tl.where(is_inside, dloss, float("nan")), 0.0)',
         'dloss = tl.where(is_taken | (target >= 0), tl.where(is_inside, dloss, float("nan")), 0.0)',
         "an ignored token has a gradient where its index is that of a class",
@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         "cross-entropy-target-in-the-ends",
-        "fds/kernels/losses/_cross_entropy.py",
+        "fds/kernels/token_loss.py",
         "dx_end = _gradient(x_end, column, target, top,",
         "dx_end = _gradient(x_end, column, target - (first - base), top,",
         "the gradient of a target at an unaligned end goes to another class",
@@ -53,7 +53,7 @@ MUTANTS = (
     ),
     Mutant(
         "cross-entropy-z-loss-without-gradient",
-        "fds/kernels/losses/_cross_entropy.py",
+        "fds/kernels/token_loss.py",
         "of_probability = dloss * (1 + 2 * z_loss * (top + log_sum))",
         "of_probability = dloss * (1 + 2 * z_loss * log_sum)",
         "the z-loss has a gradient that lacks the maximum",
@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "linear-loss-forgets-earlier-chunks",
-        "fds/kernels/losses/_linear_cross_entropy.py",
+        "fds/kernels/head_loss.py",
         "beta=min(start, 1)",
         "beta=0",
         "the gradient of the head is that of the last chunk alone",
@@ -69,7 +69,7 @@ MUTANTS = (
     ),
     Mutant(
         "linear-loss-smooths-the-target-alone",
-        "fds/kernels/losses/logit_rows.py",
+        "fds/kernels/logit_rows.py",
         "of_target = exp(at_target - top - log_sum) * of_probability - of_every - dloss",
         "of_target = exp(at_target - top - log_sum) * of_probability - dloss",
         "the gradient at the target lacks its part of the smoothing",
@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         "linear-loss-ignores-nothing",
-        "fds/kernels/losses/_linear_cross_entropy.py",
+        "fds/kernels/head_loss.py",
         "torch.add(dx, poison, out=logits).masked_fill_((targets == ignore_index)[:, None], 0.0)",
         "torch.add(dx, poison, out=logits)",
         "without Triton ignored tokens have gradients in the fused loss",
@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "linear-loss-sums-in-16-bit",
-        "fds/kernels/losses/_linear_cross_entropy.py",
+        "fds/kernels/head_loss.py",
         "wide = arguments.width(hidden)\n    new",
         "wide = hidden.dtype\n    new",
         "gradients of the head are added over chunks in 16 bit",
@@ -93,7 +93,7 @@ MUTANTS = (
     ),
     Mutant(
         "linear-loss-one-slice-of-the-weight",
-        "fds/kernels/losses/_linear_cross_entropy.py",
+        "fds/kernels/head_loss.py",
         "dlogits.T.split(step), strict=True):",
         "dlogits.T.split(step)[:1], strict=False):",
         "the last slice of a large vocabulary has no gradient",
@@ -101,7 +101,7 @@ MUTANTS = (
     ),
     Mutant(
         "softmax-second-chunk-unscaled",
-        "fds/kernels/attentions/softmax.py",
+        "fds/kernels/softmax.py",
         "total = total * tl.exp(maximum - _finite(now)) + tl.sum(",
         "total = total + tl.sum(",
         "in rows longer than a block the sum so far is not scaled to the new maximum",
@@ -109,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "softmax-causal-by-one",
-        "fds/kernels/attentions/softmax.py",
+        "fds/kernels/softmax.py",
         "takes_part = inside & (column[None, :] <= query[:, None])",
         "takes_part = inside & (column[None, :] < query[:, None])",
         "a query does not see its own key",
@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         "softmax-mask-of-the-first-head",
-        "fds/kernels/attentions/softmax.py",
+        "fds/kernels/softmax.py",
         "mask_ptr += (ab // inner).to(tl.int64) * mask_sa + (ab % inner).to(tl.int64) * mask_sb",
         "mask_ptr += (ab // inner).to(tl.int64) * mask_sa",
         "every head uses the mask of the first",
@@ -125,7 +125,7 @@ MUTANTS = (
     ),
     Mutant(
         "softmax-backward-drops-anew",
-        "fds/kernels/attentions/softmax.py",
+        "fds/kernels/softmax.py",
         "keep = philox.keep(tl.load(seed_ptr), offset, row, first, threshold, BLOCK)\n        g = ",
         "keep = philox.keep(tl.load(seed_ptr), 0, row, first, threshold, BLOCK)\n        g = ",
         "backward drops the elements of another mask of the same seed",
@@ -133,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "flash-gradient-of-one-head-in-a-group",
-        "fds/kernels/attentions/flash_backward.py",
+        "fds/kernels/flash_backward.py",
         "    for member in range(GROUP):",
         "    for member in range(1):",
         "keys that several query heads share have the gradient of the first",
@@ -141,7 +141,7 @@ MUTANTS = (
     ),
     Mutant(
         "flash-dropout-unscaled-in-dv",
-        "fds/kernels/attentions/flash_backward.py",
+        "fds/kernels/flash_backward.py",
         "store_rows(dv_ptr, dv * kept_scale,",
         "store_rows(dv_ptr, dv,",
         "with dropout the gradient of the values is too small",
@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     Mutant(
         "flash-bias-of-the-first-batch",
-        "fds/kernels/attentions/flash_blocks.py",
+        "fds/kernels/flash_blocks.py",
         "at = bias_ptr + b * bias_strides[0] + h * bias_strides[1]",
         "at = bias_ptr + h * bias_strides[1]",
         "every sequence uses the bias of the first",
@@ -157,7 +157,7 @@ MUTANTS = (
     ),
     Mutant(
         "flash-end-unmasked",
-        "fds/kernels/attentions/flash_blocks.py",
+        "fds/kernels/flash_blocks.py",
         "x = tl.where(j < num_keys, x, hidden)",
         "pass",
         "keys beyond the last, which are zeros, take part in a block that is not whole",
@@ -165,7 +165,7 @@ MUTANTS = (
     ),
     Mutant(
         "flash-sums-in-another-base",
-        "fds/kernels/attentions/flash.py",
+        "fds/kernels/flash.py",
         "highest * factor + tl.log2(total)",
         "highest + tl.log2(total)",
         "backward's weights are those of scores that were never scaled",
@@ -181,7 +181,7 @@ MUTANTS = (
     ),
     Mutant(
         "norm-last-rows-unsummed",
-        "fds/kernels/norms/normalization_backward.py",
+        "fds/kernels/normalization_backward.py",
         "for step in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):",
         "for step in tl.range(tl.program_id(0), tl.maximum(rows // ROWS, 1), tl.num_programs(0), num_stages=STAGES):",
         "the last rows, fewer than a block, have no gradient",
@@ -189,7 +189,7 @@ MUTANTS = (
     ),
     Mutant(
         "norm-partials-of-one-block",
-        "fds/kernels/norms/normalization_backward.py",
+        "fds/kernels/normalization_backward.py",
         "for first in range(0, programs, PROGRAMS):",
         "for first in range(0, tl.minimum(programs, PROGRAMS), PROGRAMS):",
         "the gradient of the weight lacks the programs beyond the first block",
@@ -197,7 +197,7 @@ MUTANTS = (
     ),
     Mutant(
         "norm-long-rows-uncentered",
-        "fds/kernels/norms/normalization_backward.py",
+        "fds/kernels/normalization_backward.py",
         "of_one = -r * (tl.sum(gs) / n) if CENTERED else 0.0",
         "of_one = 0.0",
         "the gradient of layer norm is wrong in rows too long for one program",
@@ -205,7 +205,7 @@ MUTANTS = (
     ),
     Mutant(
         "norm-long-rows-of-the-next-slab",
-        "fds/kernels/norms/normalization_backward.py",
+        "fds/kernels/normalization_backward.py",
         "row = slab * SLAB + part",
         "row = slab * SLAB + part + slab",
         "rows beyond the first slab have no gradient where they should",
@@ -213,7 +213,7 @@ MUTANTS = (
     ),
     Mutant(
         "norm-forgets-the-gradient-of-the-sum",
-        "fds/kernels/norms/normalization_backward.py",
+        "fds/kernels/normalization_backward.py",
         "dx += tl.load(dtotal_ptr + at, mask=inside, other=0).to(tl.float32)",
         "pass",
         "where the sum with the residual is used too, its gradient is lost",
@@ -221,7 +221,7 @@ MUTANTS = (
     ),
     Mutant(
         "swiglu-tail-unmasked",
-        "fds/kernels/activations/_swiglu.py",
+        "fds/kernels/_swiglu.py",
         "tl.store(dup_ptr + at, (dy * gate * s).to(dup_ptr.dtype.element_ty), mask=inside)",
         "tl.store(dup_ptr + at, (dy * gate * s).to(dup_ptr.dtype.element_ty))",
         "the kernel writes beyond the end of a tensor that is no multiple of its block",
@@ -229,7 +229,7 @@ MUTANTS = (
     ),
     Mutant(
         "rotary-forgets-the-rest",
-        "fds/kernels/attentions/_rotary.py",
+        "fds/kernels/_rotary.py",
         "PART=rest > 0,",
         "PART=rest > 1,",
         "elements beyond the rotated ones are not written where there is one",
@@ -237,7 +237,7 @@ MUTANTS = (
     ),
     Mutant(
         "dropout-bias-of-the-first-rows",
-        "fds/kernels/activations/dropout_add.py",
+        "fds/kernels/dropout_add.py",
         "groups = cdiv(rows, each)",
         "groups = max(rows // each, 1)",
         "the last rows, fewer than a group, have no gradient",
@@ -245,7 +245,7 @@ MUTANTS = (
     ),
     Mutant(
         "slices-of-one-launch-by-the-first-length",
-        "fds/kernels/optimizers/slices.py",
+        "fds/kernels/slices.py",
         "block = tl.load(tiles_ptr + tl.program_id(0).to(tl.int64) * 2 + 1)",
         "block = tl.load(tiles_ptr + tl.program_id(0).to(tl.int64) * 2 + 1) * 0",
         "of many slices in one launch only the first block is updated",
@@ -253,7 +253,7 @@ MUTANTS = (
     ),
     Mutant(
         "skipped-update-writes",
-        "fds/kernels/optimizers/slices.py",
+        "fds/kernels/slices.py",
         "mask = tl.where(tl.load(skip_ptr) == 0, inside, False)",
         "mask = inside",
         "a kernel updates in a skipped step",
@@ -301,7 +301,7 @@ MUTANTS = (
     ),
     Mutant(
         "messages-round-halves-up",
-        "fds/kernels/messages/quantized.py",
+        "fds/kernels/quantized.py",
         "q = (q + 12582912.0) - 12582912.0",
         "q = tl.floor(q + 0.5)",
         "half a level is rounded otherwise than by the reference",
@@ -309,7 +309,7 @@ MUTANTS = (
     ),
     Mutant(
         "messages-quantize-infinity",
-        "fds/kernels/messages/quantized.py",
+        "fds/kernels/quantized.py",
         'size = tl.where(size < float("inf"), size, float("inf"))',
         "size = size * 1.0",
         "the maximum of a group leaves out its NaN",
@@ -317,7 +317,7 @@ MUTANTS = (
     ),
     Mutant(
         "messages-draw-by-another-place",
-        "fds/kernels/messages/quantized.py",
+        "fds/kernels/quantized.py",
         "q + _hashed(x, at, seed)",
         "q + _hashed(x, places, seed)",
         "equal groups of a row draw the same numbers",
@@ -325,7 +325,7 @@ MUTANTS = (
     ),
     Mutant(
         "messages-take-the-mean-of-zeros",
-        "fds/kernels/messages/signs.py",
+        "fds/kernels/signs.py",
         "size = tl.minimum(n - g * group, group)",
         "size = tl.minimum(n + g * 0, group)",
         "zeros that fill up the last group count in its mean",
@@ -333,7 +333,7 @@ MUTANTS = (
     ),
     Mutant(
         "messages-lose-the-sign-of-zero",
-        "fds/kernels/messages/sums.py",
+        "fds/kernels/sums.py",
         "total = tl.where(r == 0, term, total + term)",
         "total = total + term",
         "one rank's -0.0 becomes 0.0 in the sum",
@@ -341,7 +341,7 @@ MUTANTS = (
     ),
     Mutant(
         "messages-sum-own-twice",
-        "fds/kernels/messages/sums.py",
+        "fds/kernels/sums.py",
         "term = tl.where(is_coded, term, own.to(tl.float32))",
         "term = term + own.to(tl.float32)",
         "a zero of the code that was not read takes the sign of one's own zero",
@@ -349,7 +349,7 @@ MUTANTS = (
     ),
     Mutant(
         "messages-keep-the-negative-zero",
-        "fds/kernels/messages/signs.py",
+        "fds/kernels/signs.py",
         "sent = x + 0.0",
         "sent = x.clone()",
         "what is kept of -0.0 is not what its message lost",
@@ -357,7 +357,7 @@ MUTANTS = (
     ),
     Mutant(
         "messages-begin-blocks-anew",
-        "fds/kernels/messages/quantized.py",
+        "fds/kernels/quantized.py",
         "_uniform(x, columns.start, seed)",
         "_uniform(x, 0, seed)",
         "every block of the reference draws the same numbers",
@@ -365,7 +365,7 @@ MUTANTS = (
     ),
     Mutant(
         "vocabulary-part-below-all-numbers",
-        "fds/kernels/losses/vocabulary_parts.py",
+        "fds/kernels/vocabulary_parts.py",
         ".clamp_(min=lowest)",
         "",
         "a part whose logits are all minus infinity makes the loss of all NaN",
@@ -373,7 +373,7 @@ MUTANTS = (
     ),
     Mutant(
         "vocabulary-maximum-of-the-first-part",
-        "fds/kernels/losses/vocabulary_parts.py",
+        "fds/kernels/vocabulary_parts.py",
         "top = messages[:, 0].amax(0)",
         "top = messages[0, 0]",
         "exponentials overflow where another part has the larger logits",
@@ -381,7 +381,7 @@ MUTANTS = (
     ),
     Mutant(
         "vocabulary-gradient-of-ignored",
-        "fds/kernels/losses/vocabulary_parts.py",
+        "fds/kernels/vocabulary_parts.py",
         "        _zero_rows(dx, is_ignored[rows])\n",
         "",
         "NaN logits of an ignored token have NaN gradients",

@@ -111,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         "unseen-keys-weigh",
-        "fds/kernels/attentions/partial.py",
+        "fds/kernels/partial_attention.py",
         "lse.masked_fill(_unseeing(q, key_padding, causal), -math.inf)",
         "lse",
         "a query that sees none of a rank's keys counts that rank with weight 1",

@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     Mutant(
         "infinity-is-quantized",
-        "fds/kernels/messages/quantized.py",
+        "fds/kernels/quantized.py",
         "scale.masked_fill_(~torch.isfinite(scale), torch.nan)",
         "scale.masked_fill_(~torch.isfinite(scale), 1.0)",
         "an overflow arrives as a number, and no rank skips the step",

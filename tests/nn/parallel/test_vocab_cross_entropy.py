@@ -9,8 +9,7 @@ from hypothesis import given, strategies as st
 import fds
 from fds.collectives import counted
 from fds.errors import FdsError, KernelError
-from fds.kernels import cross_entropy
-from fds.kernels.losses import vocabulary_parts
+from fds.kernels import cross_entropy, vocabulary_parts
 from tests import ranks
 from tests.bits import assert_same_bits
 from tests.kernels.accuracy import DTYPES, TOLERANCE, assert_near

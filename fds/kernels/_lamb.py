@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from fds.errors import KernelError
+from fds.kernels import slices
 from fds.kernels.language import is_capturing, jit, on, tl
-from fds.kernels.optimizers import slices
-from fds.kernels.optimizers.slices import Columns, Group, MaybeSlices, Slices
+from fds.kernels.slices import Columns, Group, MaybeSlices, Slices
 
 Spans = Sequence[tuple[int, int]]  # (offset, length) of every parameter in a slice
 SliceSpans = tuple[tuple[tuple[int, int], ...], ...]  # of all slices

@@ -22,8 +22,9 @@ from torch import Tensor
 from fds.errors import KernelError
 from fds.kernels import arguments, philox
 from fds.kernels.arguments import attention as check, positive
-from fds.kernels.attentions.flash_backward import backward
-from fds.kernels.attentions.flash_blocks import (
+from fds.kernels.choice import is_demanded, runs_triton
+from fds.kernels.flash_backward import backward
+from fds.kernels.flash_blocks import (
     COUNTS,
     LEAST_BIAS,
     LOG2E,
@@ -43,7 +44,6 @@ from fds.kernels.attentions.flash_blocks import (
     store_numbers,
     store_rows,
 )
-from fds.kernels.choice import is_demanded, runs_triton
 from fds.kernels.language import cdiv, fitting, jit, on, tl
 from fds.kernels.operators import Function, first_order, operator
 from fds.kernels.philox import keep

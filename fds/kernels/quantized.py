@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from fds.kernels.choice import runs_triton
+from fds.kernels.groups import LEVELS, MOST, blocks, fits, grouped, opened, place, tile
 from fds.kernels.language import cdiv, jit, on, tl
-from fds.kernels.messages.groups import LEVELS, blocks, grouped, opened
-from fds.kernels.messages.words import MOST, fits, place, tile
 
 _LEAST = 2.0**-120  # a smaller scale has no reciprocal in float32: its group arrives as zeros
 

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from fds.kernels import arguments
-from fds.kernels.attentions.flash import (
+from fds.kernels.flash import (
     _forward as flash_forward,  # pyright: ignore[reportPrivateUsage]
     kernel_runs,
 )
-from fds.kernels.attentions.flash_backward import backward as flash_backward
-from fds.kernels.attentions.flash_blocks import empty_numbers
+from fds.kernels.flash_backward import backward as flash_backward
+from fds.kernels.flash_blocks import empty_numbers
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

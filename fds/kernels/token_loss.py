@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 from fds.errors import KernelError, is_int, is_number
-from fds.kernels import arguments
+from fds.kernels import arguments, logit_rows
 from fds.kernels.choice import runs_triton
 from fds.kernels.language import cdiv, jit, next_power_of_2, on, tl
-from fds.kernels.losses import logit_rows
 from fds.kernels.operators import Function, first_order, operator
 
 REDUCTIONS = ("mean", "sum", "none")

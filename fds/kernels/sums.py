@@ -15,10 +15,9 @@ from torch import Tensor
 
 from fds.kernels import arguments
 from fds.kernels.choice import runs_triton
+from fds.kernels.groups import ELEMENTS, blocks, opened, place, tile
 from fds.kernels.language import cdiv, jit, on, tl
-from fds.kernels.messages.groups import blocks, opened
-from fds.kernels.messages.signs import signs_of
-from fds.kernels.messages.words import ELEMENTS, place, tile
+from fds.kernels.signs import signs_of
 
 INTEGERS = {
     8: lambda codes: codes.view(torch.int8),

@@ -1,6 +1,6 @@
 """A row of logits: its maximum, its sum of exponentials and its loss, in one reading; and its gradient in its place.
 
-The equations are those of fds.kernels.losses._cross_entropy. Loads of 16 bytes must be aligned, and the rows of an odd
+The equations are those of fds.kernels.token_loss. Loads of 16 bytes must be aligned, and the rows of an odd
 vocabulary (50257 of 2 bytes) are not: a row is an aligned part, read in vectors, and less than 16 bytes at either end.
 Source: Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3: maximum and sum in one pass.
 

@@ -1,6 +1,6 @@
 """Cross-entropy of a linear head without all logits in memory: each chunk of them becomes its gradient at once.
 
-    total = sum_i(loss(hidden_i @ weight.T + bias, target_i))        the loss as in fds.kernels.losses._cross_entropy
+    total = sum_i(loss(hidden_i @ weight.T + bias, target_i))        the loss as in fds.kernels.token_loss
 
 Hidden (N, H), weight (V, H), targets (N,). For a chunk of C tokens the forward pass computes the logits (C, V),
 overwrites them with their gradient, and multiplies that with hidden and weight::
@@ -10,7 +10,7 @@ overwrites them with their gradient, and multiplies that with hidden and weight:
 so backward only scales by the gradient of the total, which it reads on the device.
 Holds: C * V logits and, if required, dhidden in its dtype and dweight in float32 (4 * V * H bytes); backward writes
 both in their dtypes. Plain torch holds N * V two or three times. Moves, of N * V elements of logits: one product writes
-them, fds.kernels.losses.logit_rows reads and writes them, two products read them; and dweight twice per chunk,
+them, fds.kernels.logit_rows reads and writes them, two products read them; and dweight twice per chunk,
 inside of its product. Saves: dhidden and dweight; neither hidden nor weight.
 Sources:
 1. Hsu et al. 2024, arXiv:2410.10989, section 3.2: the chunks, with gradients computed in the forward pass.
@@ -28,12 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fds.errors import KernelError, is_int
-from fds.kernels import arguments
+from fds.kernels import arguments, logit_rows, token_loss
 from fds.kernels.choice import runs_triton
 from fds.kernels.language import cdiv
-from fds.kernels.losses import _cross_entropy as token_loss, logit_rows
-from fds.kernels.losses._cross_entropy import check_options, check_targets, launch_forward, num_tokens
 from fds.kernels.operators import Function, first_order, operator
+from fds.kernels.token_loss import check_options, check_targets, launch_forward, num_tokens
 
 # Rows of a chunk start at multiples of 64 elements, 128 bytes in 16 bits: the fast kernels of torch.mm, and loads of 16
 # bytes, need rows aligned to 16 bytes, which rows of 50257 elements are not.

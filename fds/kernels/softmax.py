@@ -57,7 +57,7 @@ class _Saved(Function):
         scores: Tensor, mask: Tensor | None, scale: float, causal: bool, p: float, seed: Tensor | None, offset: int
     ) -> tuple[Tensor, Tensor | None]:
         probs = _probabilities(scores, mask, scale, causal)
-        if probs.dtype != scores.dtype:  # see fds.kernels.norms.normalization.scaled
+        if probs.dtype != scores.dtype:  # see fds.kernels.normalization.scaled
             probs = probs.to(scores.dtype)
         return (philox.dropout(probs, seed, offset, p), probs) if p else (probs, None)
 

@@ -1,6 +1,6 @@
 """Backward of normalisation: persistent programs loop over rows and sum their part of the weight's gradient.
 
-The equations are in fds.kernels.norms.normalization. dweight and dbias are summed in two steps and in a fixed order,
+The equations are in fds.kernels.normalization. dweight and dbias are summed in two steps and in a fixed order,
 without atomics: each program sums its rows in float32 and writes the sums once to partials (2, P, N); a small kernel
 sums over P. A program holds whole rows of up to 8192 columns.
 Moves: reads dy, x and (if the sum has a gradient) ds once, and writes dx.
@@ -19,13 +19,13 @@ part: at worst 7 tensors instead of 3.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fds.kernels.language import cdiv, fitting, jit, next_power_of_2, num_processors, on, tl
-from fds.kernels.norms.normalization_forward import readable, unit_of
 from fds.kernels.operators import operator
 
 
@@ -365,3 +365,13 @@ def _whole(
 def _gradients(x: Tensor, dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     params = (x.new_empty(0 if t is None else x.shape[-1], dtype=t or x.dtype) for t in (dweight_dtype, dbias_dtype))
     return torch.empty_like(x, memory_format=torch.contiguous_format), *params
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return a tensor as kernels read it: contiguous, and at most 4 bytes per element."""
+    return (x.float() if x.dtype == torch.float64 else x).contiguous()
+
+
+def unit_of(columns: int) -> int:
+    """Return the greatest power of two up to 16 that divides the number of columns: the alignment of rows."""
+    return math.gcd(columns, 16)

@@ -35,9 +35,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fds.kernels import slices
 from fds.kernels.language import jit, on, tl
-from fds.kernels.optimizers import slices
-from fds.kernels.optimizers.slices import Columns, MaybeSlices, Slices
+from fds.kernels.slices import Columns, MaybeSlices, Slices
 
 
 def adam_reference(

@@ -1,6 +1,6 @@
 """The gradients of `flash_attention` by blocks: the scores are computed again, with lse, and never stored.
 
-With dout the gradient of out, p and keep as in fds.kernels.attentions.flash, and c = 1 / (1 - ratio)::
+With dout the gradient of out, p and keep as in fds.kernels.flash, and c = 1 / (1 - ratio)::
 
     delta_i = sum_d dout_id out_id              dv = (p * keep * c)^T dout
     ds = p * (keep * c * dout v^T - delta)      dq = scale * ds k        dk = scale * ds^T q
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fds.kernels.attentions.flash_blocks import (
+from fds.kernels.flash_blocks import (
     COUNTS,
     LOG2E,
     biased,
@@ -42,7 +42,7 @@ from fds.kernels.language import cdiv, fitting, jit, on, tl
 from fds.kernels.operators import operator
 from fds.kernels.philox import keep
 
-# As fds.kernels.attentions.flash.LAUNCH, derived, not measured. Of the kernel over queries ...
+# As fds.kernels.flash.LAUNCH, derived, not measured. Of the kernel over queries ...
 OVER_QUERIES = {
     (64, 2, ""): {227: blocks(128, 128, 8, 2, tma=True), 99: blocks(128, 64, 8, 2)},
     (64, 2, "masked"): {227: blocks(128, 64, 8, 2, tma=True), 99: blocks(128, 32, 8, 2)},

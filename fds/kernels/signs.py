@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from fds.kernels.choice import runs_triton
+from fds.kernels.groups import MOST, blocks, fits, grouped, opened, place, tile
 from fds.kernels.language import cdiv, jit, on, tl
-from fds.kernels.messages.groups import blocks, grouped, opened
-from fds.kernels.messages.words import MOST, fits, place, tile
 
 _TO_TOP = 0x0102040810204080  # times eight bytes of 0 or 1: bit i of the uppermost byte is byte i
 

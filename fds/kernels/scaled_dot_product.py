@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fds.kernels import arguments
 from fds.kernels.arguments import attention as check, positive
-from fds.kernels.attentions.flash import flash_attention, kernel_runs
-from fds.kernels.attentions.flash_blocks import LEAST_BIAS
+from fds.kernels.flash import flash_attention, kernel_runs
+from fds.kernels.flash_blocks import LEAST_BIAS
 
 
 def attention(

@@ -1,1 +1,0 @@
-"""Attention, its softmax by itself, and the rotary embedding of its queries and keys."""
