@@ -15,8 +15,7 @@ from fds.config.composition import axes_of, data_ranks
 from fds.config.explain import explanation
 from fds.config.field import EDITIONS
 from fds.config.reading import Unknown
-from fds.config.schema import schema
-from fds.config.table import table
+from fds.config.schema import schema, table
 from fds.config.training import TrainingConfig
 from fds.errors import ConfigError, MeshError
 

@@ -1,6 +1,5 @@
 """DeepSpeed's configuration as frozen records, which turn into a composition of transforms."""
 
-from fds.config.auto import training_arguments
 from fds.config.keys.optimizer import OptimizerConfig, SchedulerConfig
 from fds.config.keys.step import (
     AmpConfig,
@@ -13,6 +12,7 @@ from fds.config.keys.step import (
     TorchAutocastConfig,
 )
 from fds.config.keys.zero import ZeroConfig
+from fds.config.reading import training_arguments
 from fds.config.record import Config
 from fds.config.training import TrainingConfig
 

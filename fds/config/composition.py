@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from fds.config.field import AUTO, NotYet
-from fds.config.function_call import AxisOf, FunctionCall, Name, default
+from fds.config.function_call import AxisOf, FunctionCall, Name, default, optimizer_call
 from fds.config.keys import Groups, optimizer
 from fds.config.keys.step import DTYPES
 from fds.config.keys.zero import STAGE_3
 from fds.config.record import Config
-from fds.config.updates import optimizer_call
 from fds.errors import ConfigError, MeshError, NotSupportedError, did_you_mean
 from fds.layout import MOST_BYTES
 

@@ -8,13 +8,12 @@ from typing import Any
 import attrs
 import torch
 
-from fds.config.auto import auto_paths
 from fds.config.composition import EMBEDDINGS, compose_supported, data_ranks, unsupported_keys
 from fds.config.field import AUTO, Argument, Elsewhere, Key, NotApplicable, NotYet, PartOf
-from fds.config.function_call import FunctionCall
+from fds.config.function_call import FunctionCall, optimizer_call, schedule_call
 from fds.config.keys import Groups
+from fds.config.reading import auto_paths
 from fds.config.record import Config
-from fds.config.updates import optimizer_call, schedule_call
 from fds.errors import ConfigError
 from fds.layout import MOST_BYTES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import attrs
@@ -13,16 +13,16 @@ from torch import nn
 
 from fds.collectives import Axis, Mesh, worlds
 from fds.config import composition
-from fds.config.buildable import check_buildable
+from fds.config.composition import clipping_call, loss_scale_call
 from fds.config.explain import explanation
-from fds.config.field import Edition
+from fds.config.field import Argument, Edition
+from fds.config.function_call import FunctionCall, optimizer_call, schedule_call
 from fds.config.keys import Groups
-from fds.config.reading import Unknown, naming_the_option, read, with_known_keys
-from fds.config.record import UnknownKeyError
-from fds.config.updates import schedule_call
+from fds.config.reading import Unknown, auto_paths, naming_the_option, read, with_known_keys
+from fds.config.record import Config, UnknownKeyError
 from fds.curvature import Eigenvalue, top_eigenvalue
 from fds.debugging import dump_state
-from fds.errors import ComposeError, ConfigError, MeshError, nearest
+from fds.errors import ComposeError, ConfigError, FdsError, MeshError, nearest
 from fds.monitors import CSV, Comet, Console, Monitor, Sink, TensorBoard, WandB, monitor
 from fds.schedules.curve import Curve
 from fds.state import State
@@ -284,3 +284,62 @@ def _named(name: str) -> list[str]:
             hint=nearest(short, OPERATIONS),
         )
     return [found] if found in OPERATIONS else []
+
+
+_CALLS = (  # function that returns a call, and the groups that it reads
+    (lambda config: optimizer_call(config) or schedule_call(config), ("optimizer", "scheduler")),
+    (loss_scale_call, ("fp16", "amp", "torch_autocast")),
+    (clipping_call, ("clipping",)),
+)
+
+
+def check_buildable(config: Groups) -> None:
+    """Raise `ConfigError`, with the JSON paths, for values that an optimizer, a schedule or a loss scale refuses.
+
+    Groups that contain `"auto"` are checked once it is filled in.
+    """
+    for call_of, names in _CALLS:
+        groups = [getattr(config, name) for name in names]
+        if any(group is not None and auto_paths(group.to_dict()) for group in groups):
+            continue
+        try:
+            call = call_of(config)
+        except ConfigError:
+            continue  # it needs an argument of `initialize`
+        _check_call(config, call)
+
+
+def _check_call(config: Groups, call: Any) -> None:
+    """Build a call, after the calls among its arguments."""
+    if isinstance(call, tuple):
+        for one in call:
+            _check_call(config, one)
+    if not isinstance(call, FunctionCall):
+        return
+    for one in (*call.args, *call.kwargs.values()):
+        _check_call(config, one)
+    try:
+        call.build(None)
+    except FdsError as error:
+        paths = list(_paths(config, call.path, str(error)))
+        raise ConfigError(
+            error.what, where=", ".join(paths), got=error.got, want=error.want, hint=error.hint
+        ) from error
+
+
+def _paths(config: Groups, function: str, message: str) -> Iterator[str]:
+    """Yield the keys whose arguments of a function an error message mentions; if none, all that were given."""
+    keys = [
+        (path, key.meaning.name, given)
+        for path, value, key, given in config.walk()
+        if isinstance(key.meaning, Argument)
+        and function in key.meaning.of
+        and not isinstance(value, Config)
+        and not _is_off(config, path.rpartition(".")[0])
+    ]
+    named = [path for path, name, _ in keys if name and re.search(rf"\b{name}\b", message)]
+    yield from named or [path for path, _, given in keys if given]
+
+
+def _is_off(config: Groups, group: str) -> bool:
+    return group in ("fp16", "amp", "torch_autocast") and config[f"{group}.enabled"] is False

@@ -10,7 +10,7 @@ True
 >>> drop = lambda t: torch.where(t < 100, 0.1, 0.01)
 """
 
-from fds.schedules._formulas import (
+from fds.schedules.curve import (
     constant,
     delayed,
     lr_range_test,

@@ -11,8 +11,7 @@ import pytest
 
 from fds.command_line import main
 from fds.config import TrainingConfig
-from fds.config.schema import schema
-from fds.config.table import table
+from fds.config.schema import schema, table
 
 JSON = {
     "train_batch_size": 32,

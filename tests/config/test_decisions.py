@@ -14,7 +14,7 @@ from fds.config import TrainingConfig
 from fds.config.decisions import CONTRADICTIONS, INTENDED
 from fds.config.field import flat_keys
 from fds.config.record import Config, record_of
-from fds.config.table import differing, parameters
+from fds.config.schema import differing, parameters
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "config_defaults.json").read_text())["keys"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fds
 from fds.config import TrainingConfig, training_arguments
-from fds.config.auto import auto_paths
+from fds.config.reading import auto_paths
 from fds.errors import ConfigError, NotSupportedError
 
 SHAPES = {path.stem: path for path in sorted((Path(__file__).parent / "shapes").glob("*.json"))}

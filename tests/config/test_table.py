@@ -7,7 +7,7 @@ from fds.config import TrainingConfig
 from fds.config.decisions import CONTRADICTIONS, INTENDED
 from fds.config.field import Argument, keys
 from fds.config.keys import optimizer
-from fds.config.table import _cell, every_key, parameters, table
+from fds.config.schema import _cell, every_key, parameters, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "config-keys.md"
 TABLE = table()

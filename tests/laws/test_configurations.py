@@ -12,11 +12,11 @@ from typing import Any, Literal
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from fds.config import FP16Config, TrainingConfig, updates as update
-from fds.config.auto import auto_paths
+from fds.config import FP16Config, TrainingConfig, function_call as update
 from fds.config.composition import loss_scale_call
 from fds.config.field import AUTO, EDITIONS, Key, flat_keys
 from fds.config.keys import optimizer
+from fds.config.reading import auto_paths
 from fds.config.record import Config, record_of
 from fds.errors import ConfigError
 

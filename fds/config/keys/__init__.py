@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-from fds.config import auto as auto_values
+from fds.config import reading
 from fds.config.field import Edition, Key, keys
 from fds.config.keys import data, model, optimizer, reporting, step, zero
 from fds.config.record import Config, walk
@@ -88,7 +88,7 @@ class Groups(Config):
         """Raise `ConfigError` for keys of different groups that contradict each other."""
         step.check_one_precision(self)
         kind = self.optimizer.kind if self.optimizer is not None else None
-        if kind in optimizer.COMPRESSED and self.zero_optimization.stage not in (0, auto_values.AUTO):
+        if kind in optimizer.COMPRESSED and self.zero_optimization.stage not in (0, reading.AUTO):
             raise ConfigError(
                 "this optimizer cannot be used with ZeRO",
                 where="optimizer.type, zero_optimization.stage",
@@ -121,9 +121,9 @@ class Groups(Config):
 
         Raises `ConfigError` for batch sizes that do not multiply, and if the JSON has another value than `auto`.
         """
-        values = {**({} if hidden_size is None else auto_values.of_hidden_size(hidden_size)), **(auto or {})}
+        values = {**({} if hidden_size is None else reading.of_hidden_size(hidden_size)), **(auto or {})}
         self._check_paths(values)
-        values = auto_values.with_batch_size(self.batch.to_dict(), values, world_size)
+        values = reading.with_batch_size(self.batch.to_dict(), values, world_size)
         filled = self.filled(values)
         with self._hints_for_auto(values):
             return filled.with_keys(batch=filled.batch.resolve(world_size=world_size))
@@ -133,7 +133,7 @@ class Groups(Config):
 
         Raises `ConfigError` if the JSON has another value.
         """
-        data = auto_values.fill(self.to_dict(), values)
+        data = reading.fill(self.to_dict(), values)
         with self._hints_for_auto(values):
             return type(self).from_dict(data, defaults=self.defaults)
 
@@ -143,7 +143,7 @@ class Groups(Config):
         try:
             yield
         except ConfigError as error:
-            raise auto_values.explained(error, self.to_dict(), values) from None
+            raise reading.explained(error, self.to_dict(), values) from None
 
     def walk(self) -> Iterator[tuple[str, Any, Key, bool]]:
         """Yield (JSON path, value, key, whether it was given) of all keys, including parameters of the optimizer."""

@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         "adam-is-adamw",
-        "fds/config/updates.py",
+        "fds/config/function_call.py",
         'function = "adamw" if kind == "adam" and parameters.adam_w_mode else kind.lower()',
         'function = "adamw" if kind == "adam" else kind.lower()',
         "`adam_w_mode: false` has no effect",
@@ -125,7 +125,7 @@ MUTANTS = (
     ),
     Mutant(
         "schedule-on-time",
-        "fds/config/updates.py",
+        "fds/config/function_call.py",
         'return FunctionCall("schedules.delayed", (curve,))',
         "return curve",
         "learning rates come one update earlier than DeepSpeed's",
@@ -133,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "momentum-begins-high",
-        "fds/config/updates.py",
+        "fds/config/function_call.py",
         "before=float(p.cycle_min_mom)",
         "before=float(p.cycle_max_mom)",
         "a cycle's first update uses the higher momentum",

@@ -101,7 +101,7 @@ MUTANTS = (
     ),
     Mutant(
         "warmup-ends-one-step-early",
-        "fds/schedules/_formulas.py",
+        "fds/schedules/curve.py",
         "torch.where(t < steps, rising(t), falling)",
         "torch.where(t < steps - 1, rising(t), falling)",
         "the decay begins in the last step of the warm-up",
@@ -109,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "cosine-one-step-late",
-        "fds/schedules/_formulas.py",
+        "fds/schedules/curve.py",
         "(t - steps + 1) / max(1, total_steps - steps)",
         "(t - steps) / max(1, total_steps - steps)",
         "the cosine ends one update after the last one",
@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         "cycle-without-second-stairs",
-        "fds/schedules/_formulas.py",
+        "fds/schedules/curve.py",
         "down = in_stairs(first + second - t - 1, second, second_stairs)",
         "down = in_stairs(first + second - t - 1, second, first_stairs)",
         "the descent of a cycle has as many stairs as its climb",
@@ -125,7 +125,7 @@ MUTANTS = (
     ),
     Mutant(
         "warmup-of-one-step-divides-by-zero",
-        "fds/schedules/_formulas.py",
+        "fds/schedules/curve.py",
         'return max(2, warmup_steps) if warmup_steps and kind == "log" else warmup_steps',
         "return warmup_steps",
         "a logarithmic warm-up of one step is not a number",
