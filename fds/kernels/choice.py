@@ -206,7 +206,7 @@ def _architecture(device: torch.device) -> str:
 _RUNS = {TRITON: "Triton kernel", REFERENCE: "torch's operators"}
 
 
-def explanations(device: torch.device, more: Collection[torch.dtype] = ()) -> dict[str, str]:
+def explanations(device: torch.device | str, more: Collection[torch.dtype] = ()) -> dict[str, str]:
     """Return for every kernel what runs on a device, and why, for the dtypes of kernels and `more`, told apart."""
     from fds.kernels.evidence import HOMES
 

@@ -11,8 +11,7 @@ import torch
 from rich.console import Console
 
 from fds.command_line import doctor, main
-from fds.command_line.doctor import Report, check, machine, ranks, software
-from fds.command_line.doctor.check import Finding, Settings, examine
+from fds.command_line.doctor import Finding, Report, Settings, examine, machine, ranks, software
 
 QUICK = lambda path: Settings(path, quick=True)
 
@@ -96,14 +95,14 @@ def test_ranks_are_not_started_on_a_loopback_that_does_not_answer(monkeypatch):
 
 
 def test_processes_that_hang_are_killed_in_time():
-    ended = check.run_together("http.server", [{}, {}], arguments="0 --bind 127.0.0.1", limit=0.5)
+    ended = doctor.run_together("http.server", [{}, {}], arguments="0 --bind 127.0.0.1", limit=0.5)
     assert [one.code for one in ended] == [None, None] and "no answer within the time limit" in ended[0].reason
 
 
 def test_a_process_finds_the_modules_that_this_one_finds_whatever_lies_in_its_folder(tmp_path, monkeypatch):
     (tmp_path / "platform.py").write_text("raise RuntimeError('not that of Python')")
     monkeypatch.chdir(tmp_path)
-    [ended] = check.run_together("platform", [{}], arguments="terse", limit=60.0)
+    [ended] = doctor.run_together("platform", [{}], arguments="terse", limit=60.0)
     assert ended.code == 0 and ended.out.startswith(sys.platform.title()), ended
 
 

@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 
-from fds.command_line.doctor import kernels
-from fds.command_line.doctor.check import Ended, Settings
+from fds.command_line.doctor import Ended, Settings, machine
 from fds.kernels import choice, evidence
 from tests.kernels.test_evidence import passed
 
@@ -20,8 +19,8 @@ def h200(monkeypatch):
     def findings(record, ended: Ended | None, tmp_path):
         monkeypatch.setattr(choice, "_decided", {})
         monkeypatch.setattr(evidence, "recorded", lambda: {(e.kernel, e.architecture): e for e in record})
-        monkeypatch.setattr(kernels, "run_together", lambda *args, **options: [ended])
-        return list(kernels.kernels(Settings(tmp_path, quick=ended is None)))
+        monkeypatch.setattr(machine, "run_together", lambda *args, **options: [ended])
+        return list(machine.kernels(Settings(tmp_path, quick=ended is None)))
 
     return findings
 

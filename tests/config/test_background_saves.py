@@ -3,7 +3,7 @@
 import pytest
 
 from fds.config.field import Elsewhere, keys
-from fds.config.keys.reporting import LoadingConfig, NebulaConfig
+from fds.config.keys.data import LoadingConfig, NebulaConfig
 from fds.errors import ConfigError
 
 NEBULA = {

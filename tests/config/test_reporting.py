@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fds.config.keys.reporting import (
+from fds.config.keys.data import (
     CometConfig,
     CommsLoggerConfig,
     CsvMonitorConfig,

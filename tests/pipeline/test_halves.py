@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fds
 from fds import plans
-from fds.transforms.pipeline.halves import backward_input
+from fds.transforms.pipeline.stage import backward_input
 from tests.bits import assert_same_bits
 from tests.laws.problems import Attention, Block
 

@@ -1,7 +1,11 @@
-"""The machine: its GPUs, cores, memory, network interfaces, and the disk of a folder."""
+"""The machine: its GPUs and what kernels do on them, cores, memory, network interfaces, the disk of a folder.
+
+Torch and kernels are imported where they are needed: where that fails, a check fails, and the others go on.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fds.command_line.doctor.check import Finding, Settings
+from fds.command_line.doctor import Finding, Level, Settings, run_together
 
 DRIVER = Path("/proc/driver/nvidia/version")
 GIB = 2**30
@@ -21,7 +25,7 @@ GIB = 2**30
 
 def devices(settings: Settings) -> Iterator[Finding]:
     """Find the GPUs that torch sees, and say so where there is one that it does not see."""
-    import torch  # where it is needed: it may not be importable, and other checks go on
+    import torch
 
     driver = _driver()
     if not torch.cuda.is_available():
@@ -257,3 +261,59 @@ def _speed(settings: Settings) -> Finding:
     slow = total / wrote < 50 * MIB
     advice = "fds.save_async lets steps go on meanwhile; or save to a local disk"
     return Finding("speed", found, "note" if slow else "ok", advice * slow, values)
+
+
+TRIAL_LIMIT = 120.0  # seconds; compiling takes a few
+
+
+def kernels(settings: Settings) -> Iterator[Finding]:
+    """Find which kernels run on every kind of device at hand, and run one of Triton's in a fresh process."""
+    import torch
+
+    from fds.kernels.language import is_there
+
+    kinds = ["cuda"] * torch.cuda.is_available() + ["cpu"]
+    for kind in kinds:
+        yield from _chosen(kind)
+    for kind in kinds:
+        if is_there and not settings.quick:
+            yield _trial(kind)
+
+
+def _chosen(kind: str) -> Iterator[Finding]:
+    """Find what runs for every kernel, and why; kernels of which the same is true are one finding."""
+    from fds.kernels.choice import chosen, explanations
+
+    kernels: dict[str, list[str]] = {}
+    for kernel, text in explanations(kind).items():
+        kernels.setdefault(text, []).append(kernel)
+    for text, names in kernels.items():
+        which = f"{', '.join(names)}: " if len(kernels) > 1 else ""
+        is_left = kind == "cuda" and chosen(names[0], kind) == "reference"
+        advice = "fds.triton_kernels() runs the kernels" if is_left else ""
+        yield Finding(f"on {kind}", which + text, advice=advice, values={"kernels": names})
+
+
+def _trial(kind: str) -> Finding:
+    from fds.kernels import chosen
+
+    interprets = kind == "cpu"
+    what = "interpreter" if interprets else f"trial on {kind}"
+    [ended] = run_together(
+        "fds.command_line.doctor.trials",
+        [{"TRITON_INTERPRET": "1" if interprets else "0"}],
+        arguments=f"kernel {kind}",
+        limit=TRIAL_LIMIT,
+    )
+    is_used = not interprets and chosen("rms_norm", kind) == "triton"
+    level: Level = "problem" if is_used else "note"
+    around = "compose with fds.reference_kernels()" if is_used else "leave fds.triton_kernels() out"
+    if ended.code != 0:
+        needed = "only tests of kernels need it" if interprets else around
+        return Finding(what, f"a kernel does not run: {ended.reason}", level, needed)
+    values = json.loads(ended.out)
+    found = f"rms_norm and its gradients, {values['max_error']:.1e} from the reference"
+    if values["max_error"] > values["bound"]:
+        advice = f"more than rounding, {values['bound']:.1e}: {around}, and please report it"
+        return Finding(what, found, level, advice, values)
+    return Finding(what, found, values=values)

@@ -13,7 +13,7 @@ from torch.cuda import nccl
 
 from fds.collectives.joining import backends
 from fds.collectives.launch import JOBS, STARTERS, launched
-from fds.command_line.doctor.check import Finding, Settings, run_together
+from fds.command_line.doctor import Finding, Settings, run_together
 from fds.errors import MeshError
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_", "CUDA_VISIBLE", "TRITON_", "PYTORCH_", "FDS_", "MASTER_")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fds import __version__
 from fds.command_line import version
-from fds.command_line.doctor.check import Finding, Settings, run_together
+from fds.command_line.doctor import Finding, Settings, run_together
 
 TRIED = {"Python": ("3.11", "3.13"), "torch": ("2.11", "2.13")}  # the first and the last that fds was tried on
 NEEDED = ("numpy", "attrs", "cattrs", "safetensors", "xxhash", "rich")

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from fds.config import reading
 from fds.config.field import Edition, Key, keys
-from fds.config.keys import data, model, optimizer, reporting, step, zero
+from fds.config.keys import data, model, optimizer, step, zero
 from fds.config.record import Config, walk
 from fds.config.rows import declare
 from fds.errors import ConfigError, did_you_mean
@@ -179,4 +179,4 @@ def _parameters() -> frozenset[str]:
     )
 
 
-declare(globals(), _TABLE, data, model, optimizer, reporting, step, zero)
+declare(globals(), _TABLE, data, model, optimizer, step, zero)

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "doctor-ends-with-a-check",
-        "fds/command_line/doctor/check.py",
+        "fds/command_line/doctor/__init__.py",
         "    except Exception as error:\n",
         "    except OSError as error:\n",
         "a check that fails ends the doctor",

@@ -37,7 +37,7 @@ MUTANTS = (
     ),
     Mutant(
         "halves-forget-outputs-of-parameters",
-        "fds/transforms/pipeline/halves.py",
+        "fds/transforms/pipeline/stage.py",
         "starts += [(edge, grad) for edge, grad in alone if edge.node in nodes]",
         "pass",
         "W gives no gradient to parameters that an output depends on alone",
@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         "halves-run-hooks-twice",
-        "fds/transforms/pipeline/halves.py",
+        "fds/transforms/pipeline/stage.py",
         "with _hooked({node: functools.partial(_instead, got) for node, got in mine.items()}):",
         "if True:",
         "hooks of tensors change what W starts from a second time",
@@ -53,7 +53,7 @@ MUTANTS = (
     ),
     Mutant(
         "halves-cut-what-leads-on",
-        "fds/transforms/pipeline/halves.py",
+        "fds/transforms/pipeline/stage.py",
         "if len(nodes) > 1 and any(_leads_to(node, others, children, leads) for node in others):",
         "if False:",
         "a backward is cut where W would run part of the graph twice",
