@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from types import CodeType, UnionType
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -165,6 +165,50 @@ def is_int(value: object, least: int | None = None) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether an argument is an integer or a float; booleans do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class Rule(NamedTuple):
+    """What an argument must be, declared with its function: `@transform(every=count("every counts layers"))`.
+
+    Attributes:
+        holds: says of a value whether it is that.
+        what: of the error, "{name}" being the argument's; the function's name stands before it.
+        want: of the error.
+        where: of the error.
+    """
+
+    holds: Callable[[Any], object]
+    what: str
+    want: str
+    where: str = ""
+
+    def check(self, function: str, name: str, value: Any, error: type[FdsError]) -> None:
+        """Raise `error` for a value that is something else."""
+        if not self.holds(value):
+            what = f"{function}{self.what.format(name=name)}"
+            raise error(what, where=self.where, got=repr(value)[:80], want=self.want)
+
+    def or_none(self) -> Rule:
+        """Return the rule of an argument that may be None too."""
+        return self._replace(holds=lambda value: value is None or self.holds(value))
+
+
+def count(what: str = ": {name} is a count", least: int = 1) -> Rule:
+    """Return the rule of an integer, `least` or more."""
+    return Rule(lambda value: is_int(value, least), what, f"an int >= {least}")
+
+
+def positive(what: str, want: str) -> Rule:
+    """Return the rule of a number above 0."""
+    return Rule(lambda value: isinstance(value, int | float) and value > 0, what, want)
+
+
+def instance(kind: type, what: str, want: str) -> Rule:
+    """Return the rule of an object of a class."""
+    return Rule(lambda value: isinstance(value, kind), what, want)
+
+
+FLAG = instance(bool, ": {name} is a flag", "True or False")
 
 
 def bound(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, cast, overload
 
 import attrs
 import torch
@@ -12,7 +12,7 @@ import torch
 import fds.optim
 from fds import _html, tree
 from fds.collectives import Axis
-from fds.errors import CallError, ComposeError, bound
+from fds.errors import CallError, ComposeError, Rule, bound
 from fds.loss import Buffered
 from fds.optim import Optimizer
 from fds.step.checks import forms
@@ -70,16 +70,28 @@ class Transform:
         return _html.box("Transform", _html.code(self.text))
 
 
-def transform(factory: Callable[P, Callable[[Step], Step]]) -> Callable[P, Transform]:
+@overload
+def transform(factory: Callable[P, Callable[[Step], Step]], /) -> Callable[P, Transform]: ...
+@overload
+def transform(**rules: Rule) -> Callable[[Callable[P, Callable[[Step], Step]]], Callable[P, Transform]]: ...
+def transform(factory: Callable[..., Callable[[Step], Step]] | None = None, /, **rules: Rule) -> Any:
     """Decorate a function that returns a function `Step -> Step`; `compose` takes what calling it returns.
 
     It prints as it was called: `noise(0.01)`. `compose` refuses a function `Step -> Step` that was not made this way.
-    A call with arguments that the function does not take raises `CallError`, a `ComposeError` and a `TypeError`.
+    A call with arguments that the function does not take raises `CallError`, a `ComposeError` and a `TypeError`; one
+    with an argument that is not what its rule, an `fds.errors.Rule` by its name, says, `ComposeError`.
     """
+    return functools.partial(_transform, rules=rules) if factory is None else _transform(factory, rules)
+
+
+def _transform(factory: Callable[P, Callable[[Step], Step]], rules: Mapping[str, Rule]) -> Callable[P, Transform]:
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Transform:
         given = bound(factory, args, kwargs, CallError).arguments
+        for name, rule in rules.items():
+            if name in given:
+                rule.check(factory.__name__, name, given[name], ComposeError)
         many = len(args) > _MANY and all(isinstance(arg, str) for arg in args)
         words = [tree.named(cast(Any, args))] if many else [*map(_word, args)]
         words += [f"{k}={_word(v)}" for k, v in kwargs.items()]

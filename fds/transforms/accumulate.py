@@ -6,11 +6,11 @@ Cost:   time x1; activations / n; one gradient buffer, summed into in place
 Source: Huang et al. 2019, arXiv:1811.06965, section 2.2
 """
 
-from fds.errors import ComposeError, is_int
+from fds.errors import count
 from fds.step import Split, Step, fill, transform
 
 
-@transform
+@transform(num_microbatches=count(" takes a number of microbatches"))
 def accumulate(num_microbatches: int):
     """Split the batch along dim 0 into `num_microbatches` views and sum their gradients before the update.
 
@@ -21,8 +21,6 @@ def accumulate(num_microbatches: int):
     Raises `ComposeError` for a count below 1 or a second accumulation; the step raises `BatchError` for leaves that
     disagree in length, do not divide or cannot be cut.
     """
-    if not is_int(num_microbatches, 1):
-        raise ComposeError("accumulate takes a number of microbatches", got=repr(num_microbatches), want="an int >= 1")
 
     def apply(step: Step) -> Step:
         product = f"accumulate({step.split.num_microbatches * num_microbatches})"

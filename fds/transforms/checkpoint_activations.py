@@ -21,7 +21,7 @@ from torch.utils import checkpoint
 
 from fds import tree
 from fds.collectives import Axis
-from fds.errors import ComposeError, LossError, did_you_mean, is_a, is_int
+from fds.errors import ComposeError, LossError, count, did_you_mean, instance, is_a, is_int
 from fds.loss import LayerCall
 from fds.media import Blocks, Host, Kept, KeptGroups, Medium, Tally, place_of
 from fds.step import Call, Step, fill, transform
@@ -159,7 +159,11 @@ def _chain(group: list[LayerCall], *args: Any) -> Any:
     return out
 
 
-@transform
+@transform(
+    every=count(": {name} counts layers"),
+    partition=instance(Axis, ": not an axis", 'mesh["tp"], or None')._replace(where="partition").or_none(),
+    contiguous=instance(bool, ": not a bool", "True")._replace(where="contiguous"),
+)
 def checkpoint_activations(
     *,
     policy: str | Sequence[OpOverload | OpOverloadPacket] | Callable[..., Any] | None = None,
@@ -197,8 +201,6 @@ def checkpoint_activations(
     `LossError` where what ranks compare differs.
     """
     medium = _medium(store)
-    if not is_int(every, 1):
-        raise ComposeError("checkpoint_activations: every counts layers", got=repr(every), want="an int >= 1")
     kept = _checked(policy)
     axis, blocks = _axis(partition), _blocks(contiguous, number)
 
@@ -224,27 +226,16 @@ def _medium(store: Any) -> Medium | None:
     )
 
 
-def _axis(partition: Any) -> Axis | None:
-    """Return an axis for these gathers alone, None where nothing is cut. Raises `ComposeError` and `MeshError`."""
+def _axis(partition: Axis | None) -> Axis | None:
+    """Return an axis for these gathers alone, None where nothing is cut."""
     if partition is None:
         return None
-    if not isinstance(partition, Axis):
-        raise ComposeError(
-            "checkpoint_activations: not an axis",
-            where="partition",
-            got=repr(partition)[:80],
-            want='mesh["tp"], or None',
-        )
     partition.check_current()
     return partition.channel("activations") if partition.size > 1 else None
 
 
 def _blocks(contiguous: Any, number: Any) -> Blocks | None:
     """Return no blocks yet, None where none are wanted. Raises `ComposeError` for other arguments."""
-    if not isinstance(contiguous, bool):
-        raise ComposeError(
-            "checkpoint_activations: not a bool", where="contiguous", got=repr(contiguous)[:80], want="True"
-        )
     if number is not None and not (contiguous and is_int(number, 1)):
         raise ComposeError(
             "checkpoint_activations: number counts groups whose inputs lie in blocks",

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import attrs
 
-from fds.errors import ComposeError, is_a
+from fds.errors import positive
 from fds.step import Call, Gradients, Measure, Step, fill, foreach, transform
 
 
@@ -41,14 +41,12 @@ class ClipNorm:
         return Gradients(grads.leaves, scale, (grads.norm / factor).to(grads.norm.dtype))
 
 
-@transform
+@transform(max_norm=positive(" takes a positive norm", "say, 1.0"))
 def clip_by_global_norm(max_norm: float):
     """Multiply the gradients by min(1, max_norm / (norm + 1e-6)); `metrics["grad_norm"]` is the norm before.
 
     Raises `ComposeError` for a norm that is not positive.
     """
-    if not (is_a(max_norm, int | float) and max_norm > 0):
-        raise ComposeError("clip_by_global_norm takes a positive norm", got=repr(max_norm), want="say, 1.0")
 
     def apply(step: Step) -> Step:
         return fill(step, condition=ClipNorm(float(max_norm)), measure=Measure(norm=True))
@@ -76,11 +74,9 @@ class ClipValue:
         return Gradients(grads.leaves, None)
 
 
-@transform
+@transform(max_value=positive(" takes a positive bound", "say, 0.5"))
 def clip_by_value(max_value: float):
     """Clamp the elements of the mean gradients. Raises `ComposeError` for a bound that is not positive."""
-    if not (is_a(max_value, int | float) and max_value > 0):
-        raise ComposeError("clip_by_value takes a positive bound", got=repr(max_value), want="say, 0.5")
 
     def apply(step: Step) -> Step:
         return fill(step, condition=ClipValue(float(max_value)))

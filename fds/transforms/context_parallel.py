@@ -12,7 +12,7 @@ from __future__ import annotations
 import attrs
 
 from fds.collectives import Axis
-from fds.errors import ComposeError, is_a
+from fds.errors import FLAG, Rule, instance
 from fds.nn.parallel.tokens import Parts
 from fds.nn.parallel.zigzag import LAYOUTS, Layout
 from fds.step import Dimension, Placement, Replicated, Step, fill, first_call_compared, transform
@@ -34,7 +34,11 @@ class SummedGradients(Placement):
         return ()
 
 
-@transform
+@transform(
+    axis=instance(Axis, ": {name} is not an axis", 'fds.mesh(dp=-1, sp=2)["sp"]'),
+    layout=Rule(LAYOUTS.__contains__, ": no such layout", " or ".join(map(repr, LAYOUTS))),
+    verify=FLAG,
+)
 def context_parallel(axis: Axis, *, layout: Layout = "contiguous", verify: bool = False):
     """Let every rank of `axis` pass its part of the same sequences, (B, S/N) of (B, S) tokens; the step is that of all.
 
@@ -60,15 +64,6 @@ def context_parallel(axis: Axis, *, layout: Layout = "contiguous", verify: bool 
 
     Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that do not run now.
     """
-    if not is_a(axis, Axis):
-        raise ComposeError(
-            "context_parallel: axis is not an axis", got=repr(axis)[:80], want='fds.mesh(dp=-1, sp=2)["sp"]'
-        )
-    if layout not in LAYOUTS:
-        want = " or ".join(map(repr, LAYOUTS))
-        raise ComposeError("context_parallel: no such layout", got=repr(layout)[:80], want=want)
-    if not is_a(verify, bool):
-        raise ComposeError("context_parallel: verify is a flag", got=repr(verify)[:80], want="True or False")
     axis.check_current()
     own = axis.channel("context_parallel")
 

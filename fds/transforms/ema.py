@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.errors import ComposeError, StateError, is_a
+from fds.errors import Rule, StateError
 from fds.step import Call, Memory, Step, fill, transform
 
 
@@ -59,17 +59,17 @@ class Average:
         return [(e, leaves[name]) for name, e in averages.items()]
 
 
-@transform
+@transform(
+    decay=Rule(
+        lambda x: isinstance(x, int | float) and 0 <= x < 1, " takes a decay below 1", "0 <= decay < 1, say 0.999"
+    ),
+    name=Rule(lambda x: isinstance(x, str) and x.isidentifier(), ": the name of a slot is a word", 'say, "slow"'),
+)
 def ema(decay: float, *, name: str = "ema"):
     """Average the parameters into `state.slots[name]`; evaluate it with `attrs.evolve(state, params=...)`.
 
     Raises `ComposeError` for a decay outside [0, 1) or a name that another transform uses.
     """
-    if not (is_a(decay, int | float) and 0 <= decay < 1):
-        raise ComposeError("ema takes a decay below 1", got=repr(decay), want="0 <= decay < 1, say 0.999")
-
-    if not (is_a(name, str) and name.isidentifier()):
-        raise ComposeError("ema: the name of a slot is a word", got=repr(name), want='say, "slow"')
 
     def apply(step: Step) -> Step:
         average = Average(name, float(decay))

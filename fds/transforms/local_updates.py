@@ -20,7 +20,7 @@ from torch import Tensor
 from fds import optim, tree
 from fds.collectives import Axis
 from fds.collectives.traffic import Expected
-from fds.errors import ComposeError, is_a, is_int
+from fds.errors import ComposeError, count, instance, is_int
 from fds.layout import Segment
 from fds.optim import Optimizer, returned
 from fds.step import Call, Dimension, Step, Structure, Transport, fill, transform
@@ -164,7 +164,17 @@ def _write(old: Sequence[Tensor | None], new: Sequence[Tensor | None], skip: Ten
             x.copy_(y if skip is None else torch.where(skip, x, y.to(x.dtype)))
 
 
-@transform
+_OUTER = "fds.sgd(0.7, momentum=0.9, nesterov=True)"
+
+
+@transform(
+    axis=instance(Axis, ": {name} is not an axis", 'fds.mesh(replica=-1)["replica"]'),
+    every=count(": {name} is a count of calls"),
+    outer=instance(Optimizer, ": {name} is not an optimizer", _OUTER).or_none(),
+    transport=instance(
+        Transport, ": {name} is not a transport", "fds.transports.quantized(8), or another fds.step.Transport"
+    ).or_none(),
+)
 def local_updates(
     axis: Axis, *, every: int, outer: Optimizer | None = None, transport: Transport | None = None, fragments: int = 1
 ):
@@ -195,7 +205,19 @@ def local_updates(
     Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that do not run now.
     """
     outer = optim.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
-    _check(axis, every, outer, transport, fragments)
+    axis.check_current()
+    if outer.elementwise is not True or outer.draws:
+        raise ComposeError(
+            "local_updates: an outer optimizer treats every element by itself, and draws nothing",
+            got=repr(outer)[:80],
+            want=f"{_OUTER}, or adamw",
+        )
+    if not is_int(fragments, 1) or fragments > every:
+        raise ComposeError(
+            "local_updates: each fragment agrees in a call of its own",
+            got=f"fragments={fragments!r:.40}, every={every}",
+            want="an int from 1 to every",
+        )
     own = axis.channel("local_updates")
     way = LOSSLESS if transport is None else transport.on(own)
     filler = LocalUpdates(own, every, outer, way, fragments)
@@ -206,38 +228,3 @@ def local_updates(
         return fill(step, topology=Dimension(own, "local", LocalCopies(own)), synchronize=filler)
 
     return apply
-
-
-def _check(axis: Any, every: Any, outer: Any, transport: Any, fragments: Any) -> None:
-    """Raise `ComposeError` for an argument that is not what it must be, `MeshError` for an axis of other ranks."""
-    if not isinstance(axis, Axis):
-        raise ComposeError(
-            "local_updates: axis is not an axis", got=repr(axis)[:80], want='fds.mesh(replica=-1)["replica"]'
-        )
-    axis.check_current()
-    if not is_int(every, 1):
-        raise ComposeError("local_updates: every is a count of calls", got=repr(every)[:80], want="an int >= 1")
-    if not is_a(outer, Optimizer):
-        raise ComposeError(
-            "local_updates: outer is not an optimizer",
-            got=repr(outer)[:80],
-            want="fds.sgd(0.7, momentum=0.9, nesterov=True)",
-        )
-    if outer.elementwise is not True or outer.draws:
-        raise ComposeError(
-            "local_updates: an outer optimizer treats every element by itself, and draws nothing",
-            got=repr(outer)[:80],
-            want="fds.sgd(0.7, momentum=0.9, nesterov=True), or adamw",
-        )
-    if transport is not None and not isinstance(transport, Transport):
-        raise ComposeError(
-            "local_updates: transport is not a transport",
-            got=repr(transport)[:80],
-            want="fds.transports.quantized(8), or another fds.step.Transport",
-        )
-    if not is_int(fragments, 1) or fragments > every:
-        raise ComposeError(
-            "local_updates: each fragment agrees in a call of its own",
-            got=f"fragments={fragments!r:.40}, every={every}",
-            want="an int from 1 to every",
-        )

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.errors import ComposeError, is_a, is_int
+from fds.errors import ComposeError, Rule, count, is_a
 from fds.step import Call, Measure, Memory, Step, fill, transform
 
 SLOT = "loss_scale"
@@ -87,7 +87,7 @@ class DynamicScale:
         return LossScale(scale, good_steps, hysteresis)
 
 
-@transform
+@transform(window=count(": {name} counts steps"), hysteresis=count(": {name} counts steps"))
 def loss_scale(
     initial: float = 2.0**16,
     window: int = 1000,
@@ -109,9 +109,6 @@ def loss_scale(
     Metrics: `loss_scale` (the factor of this step), `skipped`, `at_minimum_scale`.
     Raises `ComposeError` for values below 1 (`minimum`, `initial`: not positive, or initial < minimum).
     """
-    for name, value, low in (("window", window, 1), ("hysteresis", hysteresis, 1)):
-        if not is_int(value, low):
-            raise ComposeError(f"loss_scale: {name} counts steps", got=repr(value), want=f"an int >= {low}")
     numbers = all(is_a(x, int | float) for x in (initial, minimum))
     if not (numbers and 0 < minimum <= initial < float("inf")):
         raise ComposeError(
@@ -149,14 +146,12 @@ class StaticScale:
         return {"loss_scale": self.scale(slots, device)}
 
 
-@transform
+@transform(scale=Rule(lambda x: is_a(x, int | float) and 0 < x < math.inf, " takes a positive number", "say, 2.0**16"))
 def static_loss_scale(scale: float = 2.0**16):
     """Scale the loss by a constant; a step whose gradients are not all finite is skipped.
 
     Raises `ComposeError` for a scale that is not positive and finite.
     """
-    if not (is_a(scale, int | float) and math.isfinite(scale) and scale > 0):
-        raise ComposeError("static_loss_scale takes a positive number", got=repr(scale), want="say, 2.0**16")
 
     def apply(step: Step) -> Step:
         static = StaticScale(float(scale))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fds import media, tree
-from fds.errors import ComposeError, is_a, is_number, nearest
+from fds.errors import ComposeError, Rule, instance, is_a, is_number, nearest
 from fds.media import Disk, Host, disk
 from fds.step import Resident, Step, Structure, fill, transform
 from fds.step.residency.lives import resident
@@ -171,7 +171,10 @@ def _slot_bytes(structure: Structure, i: int) -> int:
     return sum(slot.dtypes[sum(slot.has[:i])].itemsize for slot in structure.opt.values() if slot.has[i])
 
 
-@transform
+@transform(
+    ratio=Rule(lambda x: is_number(x) and 0 <= x <= 1, ": {name} is a part of the slices", "a number from 0 to 1"),
+    speculate=instance(bool, ": {name} is true or false", "True or False"),
+)
 def offload(
     moments: Where | Mapping[str, Where] | None = None,
     masters: Where | Mapping[str, Where] | None = None,
@@ -208,10 +211,6 @@ def offload(
         raise ComposeError(
             "offload: nothing is said to live elsewhere", got="no argument", want='say, offload(moments="host")'
         )
-    if not (is_number(ratio) and 0 <= ratio <= 1):
-        raise ComposeError("offload: ratio is a part of the slices", got=repr(ratio), want="a number from 0 to 1")
-    if not is_a(speculate, bool):
-        raise ComposeError("offload: speculate is true or false", got=repr(speculate), want="True or False")
     rules = {_KINDS[name]: _rules(name, where) for name, where in given.items() if where is not None}
     elsewhere = {kind: some for kind, some in rules.items() if any(where is not None for _, where in some)}
     if speculate and not elsewhere:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.errors import ComposeError, is_a
+from fds.errors import Rule
 from fds.loss import Layers
 from fds.step import Call, Step, Sum, Whole, check_tree, fill, transform
 
@@ -61,7 +61,14 @@ class CastInputs:
         return x.to(self.dtype) if wanted and any(fnmatch.fnmatchcase(path, p) for p in self.patterns) else x
 
 
-@transform
+_FLOATING = Rule(
+    lambda dtype: isinstance(dtype, torch.dtype) and dtype.is_floating_point,
+    ": {name} is not a floating-point dtype",
+    "say, torch.bfloat16",
+)
+
+
+@transform(compute=_FLOATING, reduce=_FLOATING.or_none(), accumulate=_FLOATING)
 def precision(
     compute: torch.dtype = torch.bfloat16,
     *,
@@ -83,11 +90,6 @@ def precision(
 
     Raises `ComposeError` for dtypes that are not floating point, `StateError` at init for a pattern without a match.
     """
-    for name, dtype in (("compute", compute), ("reduce", reduce or compute), ("accumulate", accumulate)):
-        if not (is_a(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ComposeError(
-                f"precision: {name} is not a floating-point dtype", got=repr(dtype), want="say, torch.bfloat16"
-            )
     kept = (keep_float32,) if isinstance(keep_float32, str) else tuple(keep_float32)
 
     def apply(step: Step) -> Step:
@@ -116,14 +118,14 @@ class Autocast:
         return torch.autocast(call.device.type, dtype=self.dtype)
 
 
-@transform
+@transform(
+    dtype=Rule((torch.bfloat16, torch.float16).__contains__, " takes a 16-bit dtype", "torch.bfloat16 or torch.float16")
+)
 def autocast(dtype: torch.dtype = torch.bfloat16):
     """Evaluate the loss under `torch.autocast` of this dtype; with `torch.float16` add `loss_scale()`.
 
     Raises `ComposeError` for a dtype that is not 16 bit.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ComposeError("autocast takes a 16-bit dtype", got=repr(dtype), want="torch.bfloat16 or torch.float16")
 
     def apply(step: Step) -> Step:
         return fill(step, context=Autocast(dtype))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fds.collectives import worlds
-from fds.errors import ComposeError, FdsError, expanded, is_a, is_int
+from fds.errors import ComposeError, FdsError, Rule, count, expanded
 from fds.profiling.counting import counting
 from fds.profiling.record import Profile, check_shown, profile_of
 from fds.state import State
@@ -62,7 +62,15 @@ class CountedOnce:
         print(profile)
 
 
-@transform
+@transform(
+    at=count(": not a number of calls", 0)._replace(where="at"),
+    file=Rule(
+        lambda x: x is None or (isinstance(x, str | os.PathLike) and bool(str(x))),
+        ": not a path",
+        "a file's path, or None",
+        where="file",
+    ),
+)
 def profiled(
     at: int = 1,
     *,
@@ -85,14 +93,10 @@ def profiled(
 
     Raises `ComposeError` for other values, and beside `cuda_graph` and `compile(whole=True)`.
     """
-    if not is_int(at, 0):
-        raise ComposeError("profiled: not a number of calls", where="at", got=repr(at)[:80], want="an int >= 0")
     try:
         check_shown(depth, top, detailed)
     except FdsError as error:
         raise ComposeError(f"profiled: {error.what}", where=error.where, got=error.got, want=error.want) from None
-    if file is not None and not (is_a(file, str | os.PathLike) and str(file)):
-        raise ComposeError("profiled: not a path", where="file", got=repr(file)[:80], want="a file's path, or None")
     shown = {"depth": depth, "top": top, "detailed": detailed}
 
     def apply(step: Step) -> Step:

@@ -13,11 +13,28 @@ from typing import Any
 
 from fds import tree
 from fds.collectives import Axis
-from fds.errors import ComposeError, is_int, is_number
+from fds.errors import ComposeError, Rule, count, instance, is_number
 from fds.step import Dimension, Named, Shard, Step, Transport, fill, transform
 
+_AXIS = instance(Axis, ": {name} is not an axis", 'fds.mesh(dp=-1)["dp"]')
+_NODES = 'mesh = fds.mesh(node=2, local=-1); axis=mesh["node", "local"], stage=3, secondary=mesh["local"]'
 
-@transform
+
+@transform(
+    axis=_AXIS,
+    stage=Rule(lambda x: not isinstance(x, bool) and x in (0, 1, 2, 3), ": unknown stage", "0, 1, 2 or 3"),
+    replicate=_AXIS.or_none(),
+    bucket_bytes=count().or_none(),
+    max_live_bytes=count().or_none(),
+    prefetch=count(least=0),
+    persist_below=count(least=0),
+    predivide=Rule(
+        lambda x: x is None or (is_number(x) and 0 < x < math.inf),
+        ": gradients cannot be divided by predivide",
+        "a positive number, or None",
+    ),
+    secondary=instance(Axis, ": {name} is not an axis", _NODES).or_none(),
+)
 def shard_optimizer(
     axis: Axis,
     *,
@@ -67,8 +84,7 @@ def shard_optimizer(
     Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that do not run now; `step.init` raises
     `StateError` where `max_live_bytes` has no room for a bucket, and for a pattern that matches no parameter.
     """
-    _check_axes(axis, replicate)
-    _check_numbers(stage, bucket_bytes, max_live_bytes, prefetch, persist_below, predivide)
+    axis.check_current()
     _check_transports(stage, weights, gradients)
     by_name = Named(gradients) if isinstance(gradients, dict) else gradients
     _check_secondary(axis, stage, secondary)
@@ -95,35 +111,6 @@ def shard_optimizer(
         return fill(step, topology=Dimension(shard.data, "data", shard), **sent) if changes else step
 
     return apply
-
-
-def _check_axes(axis: Any, replicate: Any) -> None:
-    """Raise `ComposeError` for anything but axes, `MeshError` for one of ranks other than those that run now."""
-    for name, one in (("axis", axis), ("replicate", replicate)):
-        if not isinstance(one, Axis) and not (name == "replicate" and one is None):
-            raise ComposeError(
-                f"shard_optimizer: {name} is not an axis", got=repr(one)[:80], want='fds.mesh(dp=-1)["dp"]'
-            )
-    axis.check_current()
-
-
-def _check_numbers(
-    stage: Any, bucket_bytes: Any, max_live_bytes: Any, prefetch: Any, persist_below: Any, predivide: Any
-) -> None:
-    """Raise `ComposeError` for a stage that does not exist, or a count or divisor that is out of range."""
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise ComposeError("shard_optimizer: unknown stage", got=repr(stage), want="0, 1, 2 or 3")
-    optional = {"bucket_bytes": bucket_bytes, "max_live_bytes": max_live_bytes}
-    counts = {name: (value, 1) for name, value in optional.items() if value is not None}
-    for name, (value, low) in {**counts, "prefetch": (prefetch, 0), "persist_below": (persist_below, 0)}.items():
-        if not is_int(value, low):
-            raise ComposeError(f"shard_optimizer: {name} is a count", got=repr(value), want=f"an int >= {low}")
-    if predivide is not None and not (is_number(predivide) and math.isfinite(predivide) and predivide > 0):
-        raise ComposeError(
-            "shard_optimizer: gradients cannot be divided by predivide",
-            got=repr(predivide),
-            want="a positive number, or None",
-        )
 
 
 def _check_transports(stage: int, weights: Any, gradients: Any) -> None:
@@ -161,18 +148,15 @@ def _check_secondary(axis: Axis, stage: int, secondary: Any) -> None:
     """Raise `ComposeError` for a secondary axis without stage 3, or with ranks that are not on the axis."""
     if secondary is None:
         return
-    want = 'mesh = fds.mesh(node=2, local=-1); axis=mesh["node", "local"], stage=3, secondary=mesh["local"]'
-    if not isinstance(secondary, Axis):
-        raise ComposeError("shard_optimizer: secondary is not an axis", got=repr(secondary)[:80], want=want)
     if stage != 3:
         raise ComposeError(
-            "shard_optimizer: only stage 3 gathers again, from a secondary axis", got=f"stage={stage}", want=want
+            "shard_optimizer: only stage 3 gathers again, from a secondary axis", got=f"stage={stage}", want=_NODES
         )
     if secondary.mesh != axis.mesh or not set(secondary.ranks) <= set(axis.ranks):
         raise ComposeError(
             "shard_optimizer: secondary is not an axis inside the one of the slices",
             got=f"{secondary.name!r} and {axis.name!r}",
-            want=want,
+            want=_NODES,
         )
 
 

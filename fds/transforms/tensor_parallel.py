@@ -20,7 +20,7 @@ import attrs
 from torch import Tensor, nn
 
 from fds.collectives import Axis
-from fds.errors import ComposeError, LossError, did_you_mean, is_a, is_int
+from fds.errors import FLAG, ComposeError, LossError, Rule, count, did_you_mean, instance
 from fds.loss import Found, Root, modules_of
 from fds.nn.parallel import auto, plan as plans
 from fds.nn.parallel.dropout import become_dropout
@@ -106,7 +106,18 @@ class Dividing:
             raise
 
 
-@transform
+@transform(
+    axis=instance(Axis, ": {name} is not an axis", 'fds.mesh(tp=-1)["tp"]'),
+    plan=Rule(
+        lambda plan: plan == "auto" or isinstance(plan, Mapping),
+        " takes a plan",
+        '"auto", or a dict: pattern of paths of modules -> "column", "row", ...',
+        where="plan",
+    ),
+    sequence=FLAG,
+    overlap=count(": {name} counts pieces", 0),
+    verify=FLAG,
+)
 def tensor_parallel(
     axis: Axis,
     plan: str | Mapping[str, str | Part] = "auto",
@@ -139,20 +150,6 @@ def tensor_parallel(
 
     Raises `ComposeError` for a plan that does not fit, `MeshError` for an axis of ranks that do not run now.
     """
-    if not is_a(axis, Axis):
-        raise ComposeError("tensor_parallel: axis is not an axis", got=repr(axis)[:80], want='fds.mesh(tp=-1)["tp"]')
-    for name, flag in (("sequence", sequence), ("verify", verify)):
-        if not is_a(flag, bool):
-            raise ComposeError(f"tensor_parallel: {name} is a flag", got=repr(flag)[:80], want="True or False")
-    if plan != "auto" and not is_a(plan, Mapping):
-        raise ComposeError(
-            "tensor_parallel takes a plan",
-            where="plan",
-            got=repr(plan)[:80],
-            want='"auto", or a dict: pattern of paths of modules -> "column", "row", ...',
-        )
-    if not is_int(overlap, 0):
-        raise ComposeError("tensor_parallel: overlap counts pieces", got=repr(overlap)[:80], want="an int >= 0")
     axis.check_current()
     own = axis.channel("tensor")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from fds import loss as losses
 from fds.collectives import Axis
-from fds.errors import ComposeError, PlanError, is_int
+from fds.errors import ComposeError, PlanError, Rule, count, is_int
 from fds.loss import Layers, LayerSpec
 from fds.plans import LayerCosts, Op, PipelineSchedule, Plan, boundaries_of, validate
 from fds.plans.plan import COMPUTE
@@ -24,7 +24,17 @@ from fds.transforms.pipeline.post import numbered
 from fds.transforms.pipeline.station import Pipeline
 
 
-@transform
+@transform(
+    schedule=Rule(
+        callable, ": {name} is not a schedule", "fds.plans.one_f_one_b, or a function (ranks, microbatches) -> rows"
+    ),
+    axis=Rule(
+        lambda axis: isinstance(axis, Axis) or is_int(axis, 1),
+        ": {name} is not an axis",
+        'fds.mesh(pp=2, dp=-1)["pp"], or a number of ranks to play',
+    ),
+    num_microbatches=count(" takes a number of microbatches"),
+)
 def pipeline(
     schedule: PipelineSchedule,
     axis: Axis | int,
@@ -57,7 +67,9 @@ def pipeline(
     Raises `ComposeError` for a loss that is not `Layers`, `PlanError` for a schedule that does not fit and a partition
     that cannot be, `LossError` for a layer with buffers that is tied across stages.
     """
-    ranks = _checked_ranks(schedule, axis, num_microbatches)
+    if isinstance(axis, Axis):
+        axis.check_current()
+    ranks = axis.size if isinstance(axis, Axis) else axis
     name = getattr(schedule, "__name__", None) or repr(schedule)
     plan = validate(_planned(schedule, name, ranks, num_microbatches))
     _check_training(plan, name, ranks, num_microbatches)
@@ -73,28 +85,6 @@ def pipeline(
         return fill(step, topology=stages, split=Split(num_microbatches), execute=made, hint=hint)
 
     return apply
-
-
-def _checked_ranks(schedule: Any, axis: Any, num_microbatches: Any) -> int:
-    """Return the number of ranks. Raises `ComposeError` for arguments of the wrong kind."""
-    ranks = axis.size if isinstance(axis, Axis) else axis
-    if not is_int(ranks, 1):
-        raise ComposeError(
-            "pipeline: axis is not an axis",
-            got=repr(axis)[:80],
-            want='fds.mesh(pp=2, dp=-1)["pp"], or a number of ranks to play',
-        )
-    if isinstance(axis, Axis):
-        axis.check_current()
-    if not is_int(num_microbatches, 1):
-        raise ComposeError("pipeline takes a number of microbatches", got=repr(num_microbatches), want="an int >= 1")
-    if not callable(schedule):
-        raise ComposeError(
-            "pipeline: schedule is not a schedule",
-            got=repr(schedule)[:80],
-            want="fds.plans.one_f_one_b, or a function (ranks, microbatches) -> rows",
-        )
-    return ranks
 
 
 def _channels(axis: Axis, plan: Plan) -> tuple[Axis, Axis, dict[Any, Axis]]:
