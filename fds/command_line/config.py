@@ -157,7 +157,6 @@ def _axes(sizes: dict[str, int], world_size: int | None) -> dict[str, int]:
 
 
 def _mesh(text: str) -> dict[str, int]:
-    """Parse sizes of axes: `pp=2,dp=4`."""
     pairs = [part.partition("=") for part in text.replace(" ", "").split(",")]
     axes = {name: int(size) for name, _, size in pairs if size.removeprefix("-").isdecimal()}
     valid = all(name.isidentifier() and (size > 0 or (name, size) == ("dp", -1)) for name, size in axes.items())

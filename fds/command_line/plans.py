@@ -142,7 +142,6 @@ def _bound(options: Options) -> float | tuple[float, ...] | None:
 
 
 def _numbers(option: str, text: str) -> float | tuple[float, ...]:
-    """Read one number, or one per stage."""
     try:
         numbers = tuple(map(float, text.split(",")))
     except ValueError as error:

@@ -68,7 +68,6 @@ def compose_supported(
 
 
 def _check_sizes(config: Groups, axes: Mapping[str, int]) -> None:
-    """Raise `ConfigError` for keys that contradict the sizes of the mesh."""
     zero, in_node = config.zero_optimization, axes["dp"] * axes.get("sp", 1)
     slices = in_node * axes.get("node", 1)
     shards, secondary = (zero.mics_shard_size, zero.zero_hpz_partition_size) if zero.stage == 3 else (0, 0)

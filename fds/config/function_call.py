@@ -137,7 +137,6 @@ def _build(value: Any, mesh: Mesh | None) -> Any:
 
 
 def _source(value: Any) -> str:
-    """Return the Python source of an argument."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_source, value))}{',' * (len(value) == 1)})"
     if isinstance(value, dict):

@@ -161,7 +161,6 @@ def _data_axis(mesh: Mesh) -> Any:
 
 
 def _check_tensor_axis(step: Step, mesh: Mesh) -> None:
-    """Raise `MeshError` for ranks that would all compute the same, since nothing divides the model over them."""
     if mesh.shape.get("tp", 1) > 1 and not any(one.role == "tensor" for one in step.dimensions.entries):
         raise MeshError(
             "nothing divides the model over an axis of the mesh",
@@ -227,7 +226,6 @@ def _transforms(config: TrainingConfig, mesh: Mesh, model: Any, optimizer: Any, 
 
 
 def _frozen(model: Any) -> list[Transform]:
-    """Return the transform that freezes the parameters with `requires_grad=False`, if there are any."""
     named = model.named_parameters() if isinstance(model, nn.Module) else ()
     names = [glob.escape(name) for name, x in named if not x.requires_grad]
     return [freeze(*names)] if names else []
@@ -403,7 +401,6 @@ class _Model:
 
 
 def _loss_of_module(model: Callable, batch: Any) -> Any:
-    """Return the loss that the module itself computes."""
     if isinstance(batch, Mapping):
         out = model(**batch)
     else:

@@ -220,7 +220,6 @@ def _unknown(name: str, names: list[str]) -> UnknownKeyError:
 
 
 def _structure(value: Any, type_: Any, key: Key, name: str, edition: Edition) -> Any:
-    """Convert the value of a key to its type. Raises `ConfigError` with its path."""
     record = record_of(type_)
     if value is key.default and callable(value):
         return record(defaults=edition) if record else value()

@@ -90,7 +90,6 @@ def _blocks(table: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _field(row: str, usual: str, reasons: dict[str, str], names: dict[str, Any]) -> dict[str, Any]:
-    """Return the name of a row's key, and its field."""
     head, doc, *stated = row.split(" | ")
     declaration, *facts = head.split("; ")
     name, _, declaration = declaration.partition(": ")

@@ -66,7 +66,6 @@ def alternatives(type_: Any, key: Key) -> list[dict[str, Any]]:
 
 
 def _record(cls: type[Config], records: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the schema of a record's JSON object, and add the schemas of the records below it to `records`."""
     known = flat_keys(cls)
     out = {
         "type": "object",
@@ -94,7 +93,6 @@ def _record(cls: type[Config], records: dict[str, dict[str, Any]]) -> dict[str, 
 
 
 def _add(type_: Any, records: dict[str, dict[str, Any]]) -> None:
-    """Add the schemas of the records in a type to `records`."""
     record = record_of(type_)
     if record is not None and record.__name__ not in records:
         records[record.__name__] = {}  # reserves its position before the records below it
@@ -318,7 +316,6 @@ def _words(schemas: list[dict[str, Any]]) -> str:
 
 
 def _word(one: dict[str, Any]) -> str:
-    """Return one alternative of a type in words."""
     if "enum" in one:
         return " or ".join(_json(value) for value in one["enum"])
     if one.get("type") == "array":

@@ -33,7 +33,6 @@ LAUNCH = {2: {"BLOCK": 2048, "num_warps": 4}, 4: {"BLOCK": 1024, "num_warps": 4}
 
 @jit
 def _sigmoid(z):
-    """Return 1 / (1 + exp(-z)) for float32, without overflow."""
     e = tl.exp(-tl.abs(z))
     return tl.where(z >= 0, 1.0, e) / (1 + e)
 

@@ -93,7 +93,6 @@ def _gelu(z, a, probability):
 
 @jit
 def _derivative(z, a, probability, density):
-    """Return the derivative at z, given the results of `tail`."""
     g = probability - a * density
     return tl.where(z > 0, 1 - g, g)
 
@@ -377,7 +376,6 @@ def _product(dy: Tensor, a: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Return the sum over all but the last dimension."""
     return x.sum_to_size(x.shape[-1:])
 
 

@@ -90,7 +90,6 @@ PipelineSchedule = Callable[[int, int], "Plan | Rows"]  # (number of ranks, numb
 
 
 def _read(rows: Any) -> tuple[tuple[Action, ...], ...]:
-    """Parse rows of actions or of their texts. Raises `PlanError`."""
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise _not_a_plan(rows)
     return tuple(map(_read_row, rows))

@@ -52,7 +52,6 @@ def validate(plan: Plan | Rows, *, memory_bound: int | Sequence[int] | None = No
 
 
 def _check_forms(plan: Plan) -> None:
-    """Raise for a microbatch operation without a microbatch, and for a step operation with one."""
     for rank, row in enumerate(plan.rows):
         for place, action in enumerate(row):
             if (action.op in OF_MICROBATCH) != (action.stage is not None and action.microbatch is not None):
@@ -82,7 +81,6 @@ def _check_once(plan: Plan) -> dict[Item, tuple[int, int]]:
 
 
 def _check_complete(plan: Plan, places: dict[Item, tuple[int, int]]) -> None:
-    """Raise for an empty plan, and for a stage that lacks an operation of a microbatch."""
     if not plan.num_stages:
         raise PlanError("the plan is empty", got=str(plan) or "no rows", want="such as 0: 0F0 0BW0")
     ops = (F, B, W) if plan.trains else (F,)
@@ -103,7 +101,6 @@ def _nearest(plan: Plan, places: dict[Item, tuple[int, int]], stage: int, microb
 
 
 def _check_end(plan: Plan) -> None:
-    """Raise unless reductions and then STEP are at the end of the rows, on all ranks."""
     everywhere = {a.op for row in plan.rows for a in row} & {Op.REDUCE_GRADS, Op.OPTIMIZER_STEP}
     for rank, row in enumerate(plan.rows):
         end = [place for place, action in enumerate(row) if action.op not in OF_MICROBATCH]
@@ -128,7 +125,6 @@ def _check_end(plan: Plan) -> None:
 
 
 def _check_buffers(plan: Plan) -> None:
-    """Raise for a microbatch in two buffers of a stage, and for a buffer used by two microbatches at once."""
     for rank, row in enumerate(plan.rows):
         last = last_uses(row)
         held: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> buffer
@@ -171,7 +167,6 @@ def _bounds(plan: Plan, memory_bound: int | Sequence[int]) -> list[int]:
 
 
 def _check_memory(plan: Plan, bounds: list[int]) -> None:
-    """Raise if a rank has more (stage, microbatch)s than its bound between F and the end of the backward."""
     for rank, row in enumerate(plan.rows):
         live = 0
         for place, action in enumerate(row):

@@ -227,7 +227,6 @@ def _medium(store: Any) -> Medium | None:
 
 
 def _axis(partition: Axis | None) -> Axis | None:
-    """Return an axis for these gathers alone, None where nothing is cut."""
     if partition is None:
         return None
     partition.check_current()

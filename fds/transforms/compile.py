@@ -129,7 +129,6 @@ def compile(
 
 
 def _check_uncompiled(step: Step) -> None:
-    """Raise `ComposeError` for a loss that torch.compile returned."""
     if losses.is_compiled(step.loss) or losses.is_compiled(step.eval_loss):
         raise ComposeError(
             "the loss is compiled already",
@@ -140,7 +139,6 @@ def _check_uncompiled(step: Step) -> None:
 
 
 def _check_backend(backend: Any) -> None:
-    """Raise `ComposeError` for a name of a backend that torch does not know."""
     if not isinstance(backend, str) or backend in _BACKENDS:
         return
     from torch import _dynamo  # slow to import

@@ -152,7 +152,6 @@ class Offloaded:
 
 
 def _text(rules: Rules) -> str:
-    """Return rules as they would be written."""
     words = {pattern: repr(where) if isinstance(where, Disk) else repr(_word(where)) for pattern, where in rules}
     return words["*"] if list(words) == ["*"] else "{" + ", ".join(f"{p!r}: {word}" for p, word in words.items()) + "}"
 
@@ -162,7 +161,6 @@ def _word(where: Host | Disk | None) -> str:
 
 
 def _bound(where: Host | Disk) -> int:
-    """Return the bytes of a chunk that live in a medium."""
     return where.buffer_bytes if isinstance(where, Disk) else _CHUNK
 
 
@@ -256,7 +254,6 @@ def _medium(name: str, where: Any) -> Host | Disk | None:
 
 
 def _hint(where: Any) -> str:
-    """Return what somebody may have meant that is not a medium."""
     if where is disk:
         return "fds.disk(directory): it is to be called"
     if where in ("disk", "nvme"):

@@ -114,7 +114,6 @@ def shard_optimizer(
 
 
 def _check_transports(stage: int, weights: Any, gradients: Any) -> None:
-    """Raise `ComposeError` for what is not a transport, and for weights that are not sent, or sent with feedback."""
     by_name: dict[Any, Any] = {**gradients} if tree.is_dict(gradients) else {}
     if tree.is_dict(gradients) and not (by_name and all(isinstance(pattern, str) for pattern in by_name)):
         raise ComposeError(
@@ -145,7 +144,6 @@ def _check_transports(stage: int, weights: Any, gradients: Any) -> None:
 
 
 def _check_secondary(axis: Axis, stage: int, secondary: Any) -> None:
-    """Raise `ComposeError` for a secondary axis without stage 3, or with ranks that are not on the axis."""
     if secondary is None:
         return
     if stage != 3:

@@ -284,13 +284,11 @@ def _joined(prefix: str, path: str) -> str:
 
 
 def _layers_of_ours(found: Found) -> dict[str, Part]:
-    """Return what layers of `fds.nn` say of themselves."""
     every = ((path, plans.of_layer(module)) for path, module in submodules(found.module))
     return {path: part for path, part in every if part is not None}
 
 
 def _check_attention_of_ours(found: Found, chosen: Mapping[str, Part]) -> None:
-    """Raise `ComposeError` where a plan divides the projections of our attention, and not its heads."""
     for path, part in _layers_of_ours(found).items():
         divided = any(isinstance(chosen.get(f"{path}.{name}".lstrip(".")), Column | Row) for name in ("qkv", "out"))
         if isinstance(part, Heads) and divided and not isinstance(chosen.get(path), Heads):
@@ -403,7 +401,6 @@ def _is_inside(path: str, block: str) -> bool:
 
 
 def _owners(path: str) -> list[str]:
-    """Return the paths of the modules that a module is in."""
     return [path[:end] for end, c in enumerate(path) if c == "."]
 
 
@@ -428,7 +425,6 @@ def _computed(name: str, module: nn.Module) -> ComposeError:
 
 
 def _check_agreement(resolved: list[Resolved]) -> None:
-    """Raise `ComposeError` where modules of one loss have parameters of one name that lie differently."""
     known: dict[str, Lies] = {}
     for name, how in _every(resolved):
         if known.setdefault(name, how) != how:

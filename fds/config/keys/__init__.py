@@ -170,7 +170,6 @@ class Groups(Config):
 
 @functools.cache
 def _parameters() -> frozenset[str]:
-    """Return the paths of the parameters of all optimizers and schedulers."""
     return frozenset(
         f"{group}.params.{name}"
         for group, kinds in (("optimizer", optimizer.OPTIMIZERS), ("scheduler", optimizer.SCHEDULERS))

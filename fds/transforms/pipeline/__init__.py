@@ -141,7 +141,6 @@ def _planned(schedule: PipelineSchedule, name: str, ranks: int, num_microbatches
 
 
 def _check_training(plan: Plan, name: str, ranks: int, num_microbatches: int) -> None:
-    """Raise `PlanError` for a plan of other ranks or microbatches, or without backwards."""
     got = f"{plan.num_ranks} ranks, {plan.num_microbatches} microbatches" + ("" if plan.trains else ", no backward")
     want = f"{ranks} ranks, {num_microbatches} microbatches"
     if got != want:
@@ -176,7 +175,6 @@ def _check_order(plan: Plan, name: str, loss: Layers) -> None:
 
 
 def _check_layers(step: Step) -> None:
-    """Raise `ComposeError` for losses that are not layers, or of which those of evaluation could not lie alike."""
     loss, other = step.loss, step.eval_loss
     for role, hides in (("loss", loss), ("eval_fn", other)):
         if not isinstance(hides, Layers):
@@ -204,7 +202,6 @@ def _check_layers(step: Step) -> None:
 def _boundaries(
     loss: Layers, shapes: Mapping[str, tuple[int, ...]], partition: Any, num_stages: int
 ) -> tuple[int, ...]:
-    """Return where the stages of a loss begin, and the end. Raises `PlanError`."""
     counts = [sum(math.prod(shapes[name]) for name in loss.layer(i).params) for i in range(len(loss))]
     return boundaries_of(partition, num_stages, types=[_kind(layer) for layer in loss.layers], parameters=counts)
 

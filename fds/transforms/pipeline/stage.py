@@ -195,7 +195,6 @@ class Stage:
             self.cuts[i][name].end_piece()
 
     def _names(self, piece: Piece) -> set[str]:
-        """Return the names of the parameters that a piece may use."""
         return {name for layer in piece.layers for name in self.loss.layer(layer).params}
 
     def _backward(self, i: int, piece: Piece, grads: Grads) -> list[Tensor | None]:
