@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 from fds.errors import PlanError, is_int
 from fds.plans.lowering import last_uses
 from fds.plans.order import OTHER_SIDE, B, F, Item, W, blame, finish_walk, gives, needs, needs_here, rendezvous
 from fds.plans.plan import COMPUTE, RECVS, SENDS, Action, Op, Plan, Rows
 
+Places = dict[Item, tuple[int, int]]  # item -> (rank, index) of the action that produces it
+Fault = tuple[str, int, int, str]  # what is wrong, rank and index of the action to blame, what would be right
 OF_MICROBATCH = COMPUTE | SENDS | RECVS | {Op.LOAD}
 
 
@@ -35,33 +38,35 @@ def validate(plan: Plan | Rows, *, memory_bound: int | Sequence[int] | None = No
       want:  1BW0 on rank 1 needs 1F0
     """
     plan = Plan.of(plan)
-    _check_forms(plan)
-    places = _check_once(plan)
-    _check_complete(plan, places)
-    _check_end(plan)
+    places: Places = {}
+    _raise_first(plan, itertools.chain(_forms(plan), _repeats(plan, places), _gaps(plan, places), _ends(plan)))
     if any(action.op in OF_MICROBATCH - COMPUTE for row in plan.rows for action in row):
-        check_messages(plan, places)
+        _raise_first(plan, _messages(plan, places))
         what = "ranks wait for each other, since a send returns only when its receive is posted"
         finish_walk(plan, rendezvous(plan), what)
     else:
         finish_walk(plan, lambda action: needs(action, plan.num_stages), "ranks wait for each other")
-    _check_buffers(plan)
+    _raise_first(plan, _buffers(plan))
     if memory_bound is not None:
-        _check_memory(plan, _bounds(plan, memory_bound))
+        _raise_first(plan, _memory(plan, _bounds(plan, memory_bound)))
     return plan
 
 
-def _check_forms(plan: Plan) -> None:
+def _raise_first(plan: Plan, faults: Iterator[Fault]) -> None:
+    for what, rank, place, want in faults:
+        raise blame(what, plan, rank, place, want=want)
+
+
+def _forms(plan: Plan) -> Iterator[Fault]:
     for rank, row in enumerate(plan.rows):
         for place, action in enumerate(row):
             if (action.op in OF_MICROBATCH) != (action.stage is not None and action.microbatch is not None):
                 want = f"0{action.op.value}0" if action.op in OF_MICROBATCH else action.op.value
-                raise blame("not an action", plan, rank, place, want=f"such as {want}")
+                yield "not an action", rank, place, f"such as {want}"
 
 
-def _check_once(plan: Plan) -> dict[Item, tuple[int, int]]:
-    """Return the (rank, index) of every item. Raises for a stage on two ranks, and for an item done twice."""
-    places: dict[Item, tuple[int, int]] = {}
+def _repeats(plan: Plan, places: Places) -> Iterator[Fault]:
+    """Yield stages on two ranks and items that are done twice; note in `places` where each item is."""
     homes: dict[int, int] = {}
     for rank, row in enumerate(plan.rows):
         for place, action in enumerate(row):
@@ -69,87 +74,54 @@ def _check_once(plan: Plan) -> dict[Item, tuple[int, int]]:
             if stage is None or microbatch is None:
                 continue
             if homes.setdefault(stage, rank) != rank:
-                raise blame(
-                    "a stage is on two ranks", plan, rank, place, want=f"stage {stage} on rank {homes[stage]} only"
-                )
+                yield "a stage is on two ranks", rank, place, f"stage {stage} on rank {homes[stage]} only"
             for op in (B, W) if action.op is Op.BACKWARD else (action.op,):
                 if (op, stage, microbatch) in places:
                     first = places[op, stage, microbatch][1]
-                    raise blame("work is done twice", plan, rank, place, want=f"{row[first]} (action {first}) alone")
+                    yield "work is done twice", rank, place, f"{row[first]} (action {first}) alone"
                 places[op, stage, microbatch] = rank, place
-    return places
 
 
-def _check_complete(plan: Plan, places: dict[Item, tuple[int, int]]) -> None:
+def _gaps(plan: Plan, places: Places) -> Iterator[Fault]:
     if not plan.num_stages:
         raise PlanError("the plan is empty", got=str(plan) or "no rows", want="such as 0: 0F0 0BW0")
     ops = (F, B, W) if plan.trains else (F,)
-    for stage in range(plan.num_stages):
-        for microbatch in range(plan.num_microbatches):
-            for op in ops:
-                if (op, stage, microbatch) not in places:
-                    either = f" or {Action(stage, Op.BACKWARD, microbatch)}" if op is B else ""
-                    rank, place = _nearest(plan, places, stage, microbatch)
-                    want = f"{Action(stage, op, microbatch)}{either}, too"
-                    raise blame("work is missing", plan, rank, place, want=want)
+    for stage, i, op in itertools.product(range(plan.num_stages), range(plan.num_microbatches), ops):
+        if (op, stage, i) not in places:  # shown at the last work on this microbatch at the nearest stage that has any
+            far = lambda item, stage=stage, i=i: (item[2] != i, abs(item[1] - stage), -places[item][1])
+            either = f" or {Action(stage, Op.BACKWARD, i)}" if op is B else ""
+            yield "work is missing", *places[min(places, key=far)], f"{Action(stage, op, i)}{either}, too"
 
 
-def _nearest(plan: Plan, places: dict[Item, tuple[int, int]], stage: int, microbatch: int) -> tuple[int, int]:
-    """Return the (rank, index) of the last work on this microbatch at the nearest stage that has any."""
-    far = lambda item: (item[2] != microbatch, abs(item[1] - stage), -places[item][1])
-    return places[min(places, key=far)]
-
-
-def _check_end(plan: Plan) -> None:
+def _ends(plan: Plan) -> Iterator[Fault]:
     everywhere = {a.op for row in plan.rows for a in row} & {Op.REDUCE_GRADS, Op.OPTIMIZER_STEP}
     for rank, row in enumerate(plan.rows):
         end = [place for place, action in enumerate(row) if action.op not in OF_MICROBATCH]
         ops = [row[place].op for place in end]
         steps_last = Op.OPTIMIZER_STEP not in ops[:-1]
         if end != list(range(len(row) - len(end), len(row))) or len(set(ops)) < len(ops) or not steps_last:
-            raise blame(
-                "the end of a step is not at the end",
-                plan,
-                rank,
-                end[0],
-                want="REDUCE and REDUCE_TIED once after all other work, then STEP",
-            )
+            want = "REDUCE and REDUCE_TIED once after all other work, then STEP"
+            yield "the end of a step is not at the end", rank, end[0], want
         if row and (lacking := everywhere - set(ops)):
-            raise blame(
-                "a step ends on some ranks only",
-                plan,
-                rank,
-                len(row) - 1,
-                want=" and ".join(sorted(op.value for op in lacking)) + " on every rank",
-            )
+            want = " and ".join(sorted(op.value for op in lacking)) + " on every rank"
+            yield "a step ends on some ranks only", rank, len(row) - 1, want
 
 
-def _check_buffers(plan: Plan) -> None:
+def _buffers(plan: Plan) -> Iterator[Fault]:
     for rank, row in enumerate(plan.rows):
         last = last_uses(row)
-        held: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> buffer
+        buffer_of: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> buffer
         owner: dict[tuple[int, int], int] = {}  # (stage, buffer) -> microbatch, while it is under way
         for place, action in enumerate(row):
             stage, microbatch, buffer = action.stage, action.microbatch, action.buffer
             if stage is None or microbatch is None or buffer is None:
                 continue
-            if held.setdefault((stage, microbatch), buffer) != buffer:
-                raise blame(
-                    "a microbatch changes its buffer",
-                    plan,
-                    rank,
-                    place,
-                    want=f"buffer {held[stage, microbatch]}, as before",
-                )
+            if buffer_of.setdefault((stage, microbatch), buffer) != buffer:
+                want = f"buffer {buffer_of[stage, microbatch]}, as before"
+                yield "a microbatch changes its buffer", rank, place, want
             if owner.setdefault((stage, buffer), microbatch) != microbatch:
-                other = owner[stage, buffer]
-                raise blame(
-                    "two microbatches share a buffer",
-                    plan,
-                    rank,
-                    place,
-                    want=f"another buffer: {buffer} is in use until {row[last[stage, other]]}",
-                )
+                want = f"another buffer: {buffer} is in use until {row[last[stage, owner[stage, buffer]]]}"
+                yield "two microbatches share a buffer", rank, place, want
             if last[stage, microbatch] == place:
                 del owner[stage, buffer]
 
@@ -166,56 +138,39 @@ def _bounds(plan: Plan, memory_bound: int | Sequence[int]) -> list[int]:
     return bounds
 
 
-def _check_memory(plan: Plan, bounds: list[int]) -> None:
+def _memory(plan: Plan, bounds: list[int]) -> Iterator[Fault]:
     for rank, row in enumerate(plan.rows):
         live = 0
         for place, action in enumerate(row):
             live += action.op is F
             if live > bounds[rank]:
-                raise blame(
-                    "more microbatches are live on this rank than its memory bound",
-                    plan,
-                    rank,
-                    place,
-                    want=f"at most {bounds[rank]}",
-                )
+                what = "more microbatches are live on this rank than its memory bound"
+                yield what, rank, place, f"at most {bounds[rank]}"
             live -= action.op in (W, Op.BACKWARD) or (action.op is F and not plan.trains)
 
 
-def check_messages(plan: Plan, places: Mapping[Item, tuple[int, int]]) -> None:
-    """Raise `PlanError` for a send or receive without its counterpart, and for a use before the load or receive."""
+def _messages(plan: Plan, places: Places) -> Iterator[Fault]:
+    """Yield sends and receives without their counterpart, and uses before the load or receive."""
     for rank, row in enumerate(plan.rows):
         here: set[Item | None] = set()
         for place, action in enumerate(row):
-            if action.stage is None:
+            stage, i = action.stage, action.microbatch
+            if stage is None or i is None:
                 continue
-            _check_other_side(plan, places, rank, place)
+            if action.op is Op.LOAD and stage not in (0, plan.num_stages - 1):
+                yield "this stage does not use loads", rank, place, "loads on the first and the last stage"
+            if action.op in OTHER_SIDE:
+                step, op = OTHER_SIDE[action.op]
+                other = stage + step
+                if plan.placement.get(other, rank) == rank:
+                    want = f"stage {other} on another rank" if other in plan.placement else f"a stage {other}"
+                    yield "there is no other rank for this message", rank, place, want
+                elif (op, other, i) not in places:
+                    what = "the send has no receive" if action.op in SENDS else "the receive has no send"
+                    yield what, rank, place, f"{Action(other, op, i)} on rank {plan.placement[other]}"
             for item in needs_here(action, plan):
                 if item not in here:
                     late = "comes after it" if places.get(item, (None, 0))[0] == rank else "is missing"
-                    raise blame(
-                        f"what this action needs {late}",
-                        plan,
-                        rank,
-                        place,
-                        want=f"{Action(item[1], item[0], item[2])} before it on rank {rank}",
-                    )
+                    want = f"{Action(item[1], item[0], item[2])} before it on rank {rank}"
+                    yield f"what this action needs {late}", rank, place, want
             here.add(gives(action))
-
-
-def _check_other_side(plan: Plan, places: Mapping[Item, tuple[int, int]], rank: int, place: int) -> None:
-    action = plan.rows[rank][place]
-    stage, i = action.stage, action.microbatch
-    assert stage is not None and i is not None
-    if action.op is Op.LOAD and stage not in (0, plan.num_stages - 1):
-        raise blame("this stage does not use loads", plan, rank, place, want="loads on the first and the last stage")
-    if action.op not in OTHER_SIDE:
-        return
-    step, op = OTHER_SIDE[action.op]
-    other = stage + step
-    if plan.placement.get(other, rank) == rank:
-        want = f"stage {other} on another rank" if other in plan.placement else f"a stage {other}"
-        raise blame("there is no other rank for this message", plan, rank, place, want=want)
-    if (op, other, i) not in places:
-        fault = "the send has no receive" if action.op in SENDS else "the receive has no send"
-        raise blame(fault, plan, rank, place, want=f"{Action(other, op, i)} on rank {plan.placement[other]}")
