@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from types import CodeType, UnionType
-from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -167,7 +168,8 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-class Rule(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Rule:
     """What an argument must be, declared with its function: `@transform(every=count("every counts layers"))`.
 
     Attributes:
@@ -177,7 +179,7 @@ class Rule(NamedTuple):
         where: of the error.
     """
 
-    holds: Callable[[Any], object]
+    holds: Callable[[object], object]
     what: str
     want: str
     where: str = ""
@@ -190,12 +192,12 @@ class Rule(NamedTuple):
 
     def or_none(self) -> Rule:
         """Return the rule of an argument that may be None too."""
-        return self._replace(holds=lambda value: value is None or self.holds(value))
+        return dataclasses.replace(self, holds=lambda value: value is None or self.holds(value))
 
 
-def count(what: str = ": {name} is a count", least: int = 1) -> Rule:
+def count(what: str = ": {name} is a count", least: int = 1, *, where: str = "") -> Rule:
     """Return the rule of an integer, `least` or more."""
-    return Rule(lambda value: is_int(value, least), what, f"an int >= {least}")
+    return Rule(lambda value: is_int(value, least), what, f"an int >= {least}", where)
 
 
 def positive(what: str, want: str) -> Rule:
@@ -203,9 +205,9 @@ def positive(what: str, want: str) -> Rule:
     return Rule(lambda value: isinstance(value, int | float) and value > 0, what, want)
 
 
-def instance(kind: type, what: str, want: str) -> Rule:
+def instance(kind: type, what: str, want: str, *, where: str = "") -> Rule:
     """Return the rule of an object of a class."""
-    return Rule(lambda value: isinstance(value, kind), what, want)
+    return Rule(lambda value: isinstance(value, kind), what, want, where)
 
 
 FLAG = instance(bool, ": {name} is a flag", "True or False")

@@ -161,8 +161,8 @@ def _chain(group: list[LayerCall], *args: Any) -> Any:
 
 @transform(
     every=count(": {name} counts layers"),
-    partition=instance(Axis, ": not an axis", 'mesh["tp"], or None')._replace(where="partition").or_none(),
-    contiguous=instance(bool, ": not a bool", "True")._replace(where="contiguous"),
+    partition=instance(Axis, ": not an axis", 'mesh["tp"], or None', where="partition").or_none(),
+    contiguous=instance(bool, ": not a bool", "True", where="contiguous"),
 )
 def checkpoint_activations(
     *,

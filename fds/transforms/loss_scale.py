@@ -146,7 +146,9 @@ class StaticScale:
         return {"loss_scale": self.scale(slots, device)}
 
 
-@transform(scale=Rule(lambda x: is_a(x, int | float) and 0 < x < math.inf, " takes a positive number", "say, 2.0**16"))
+@transform(
+    scale=Rule(lambda x: isinstance(x, int | float) and 0 < x < math.inf, " takes a positive number", "say, 2.0**16")
+)
 def static_loss_scale(scale: float = 2.0**16):
     """Scale the loss by a constant; a step whose gradients are not all finite is skipped.
 

@@ -63,9 +63,9 @@ class CountedOnce:
 
 
 @transform(
-    at=count(": not a number of calls", 0)._replace(where="at"),
+    at=count(": not a number of calls", 0, where="at"),
     file=Rule(
-        lambda x: x is None or (isinstance(x, str | os.PathLike) and bool(str(x))),
+        lambda x: x is None or (isinstance(x, str | os.PathLike) and x != ""),
         ": not a path",
         "a file's path, or None",
         where="file",
