@@ -37,8 +37,8 @@ from benchmarks import cable, ranks, report
 from benchmarks.harness import PAIRS_PER_MAKING, Call, Series
 from benchmarks.report import Rows
 from fds import collectives as c
+from fds.collectives.functional import copy_in, sum_out
 from fds.collectives.links import DONE
-from fds.nn.parallel import mappings
 from fds.nn.parallel.overlapped import copied_linear, gathered_linear, linear_scattered, linear_summed
 
 PARTS = ["sequence", "whole", "host", "waits"]
@@ -151,8 +151,8 @@ def sequence_pieces(chunks: int) -> Callable[..., Tensor]:
 
 def whole_apart(x: Tensor, up: Tensor, bias: Tensor, down: Tensor, axis: c.Axis) -> Tensor:
     """Multiply, multiply and sum; in backward sum again."""
-    h = F.gelu(F.linear(mappings.copied(x, axis), up, bias))
-    return mappings.summed(F.linear(h, down), axis)
+    h = F.gelu(F.linear(copy_in(x, axis), up, bias))
+    return sum_out(F.linear(h, down), axis)
 
 
 def whole_pieces(chunks: int) -> Callable[..., Tensor]:

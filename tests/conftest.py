@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
-from fds.collectives.process_flags import ProcessFlags
+from fds.collectives.turns import ProcessFlags
 from tests import devices
 
 AS_TORCH_BEGINS = ProcessFlags.now()

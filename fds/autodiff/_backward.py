@@ -1,16 +1,57 @@
-"""Backward passes that add gradients into the `.grad` of given leaves, reentrant checkpoints included."""
+"""Backward passes into the `.grad` of leaves, who may write to these gradients, and what is being differentiated."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward  # private: see `backward_into`
 
+from fds import tree
 from fds.errors import LossError
+
+_differentiated: ContextVar[bool] = ContextVar("fds_differentiated", default=False)
+is_inside_loss = _differentiated.get
+# private: torch has no public function that tells the tensors of its transforms from others, not even by their type
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def differentiated() -> Iterator[None]:
+    """Run code that will be differentiated: a gradient without a graph would be a wrong constant in it."""
+    token = _differentiated.set(True)
+    try:
+        yield
+    finally:
+        _differentiated.reset(token)
+
+
+def is_differentiated() -> bool:
+    """Return whether this is the inside of a function that is being differentiated, with gradients enabled."""
+    return _differentiated.get() and torch.is_grad_enabled()
+
+
+def in_torch_func() -> bool:
+    """Return whether this is the inside of a function that `torch.func` transforms."""
+    return torch._C._are_functorch_transforms_active()  # private: torch has no public function for it
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Return whether a tensor stands for one sample, or for a value and its tangent, in a transform of `torch.func`."""
+    return _functorch.is_functorch_wrapped_tensor(x)
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward, or what it computes again."""
+    return torch._C._current_graph_task_id() != -1  # private; torch has no public function that says so
+
 
 # Have a function called with a leaf whenever a gradient has been added to its `.grad`.
 on_gradient: Callable[[Tensor, Callable[[Tensor], None]], Any] = Tensor.register_post_accumulate_grad_hook
@@ -75,7 +116,7 @@ def is_reentrant(total: Tensor) -> bool:
 
     It does after `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. The search takes about 1 us per node.
     """
-    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in _nodes([total]))
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind([total]))
 
 
 def backward_through_reentrant(
@@ -85,9 +126,9 @@ def backward_through_reentrant(
 
     A reentrant checkpoint does not allow `inputs=leaves`, so backward accumulates into every leaf.
     """
-    known = {id(x) for x in leaves}
-    others = {id(x): x for node in _nodes(ends) if (x := getattr(node, "variable", None)) is not None}
-    before = [(x, x.grad) for key, x in others.items() if key not in known]
+    ids = {id(x) for x in leaves}
+    others = {id(x): x for node in nodes_behind(ends) if (x := getattr(node, "variable", None)) is not None}
+    before = [(x, x.grad) for key, x in others.items() if key not in ids]
     for x, _ in before:
         x.grad = None
     try:
@@ -97,10 +138,10 @@ def backward_through_reentrant(
             x.grad = grad
 
 
-def _nodes(ends: Sequence[Tensor]) -> Iterator[Any]:
-    """Yield the nodes of the graph of some tensors."""
-    todo = [x.grad_fn for x in ends if x.grad_fn is not None]
-    seen = set(todo)
+def nodes_behind(ends: Iterable[Any], stops: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield the nodes of the graph of the tensors among `ends`, but for what is behind one of the nodes `stops`."""
+    todo = [x.grad_fn for x in ends if isinstance(x, Tensor) and x.grad_fn is not None]
+    seen = {*todo, *stops}
     while todo:
         node = todo.pop()
         yield node
@@ -108,3 +149,56 @@ def _nodes(ends: Sequence[Tensor]) -> Iterator[Any]:
             if following is not None and following not in seen:
                 seen.add(following)
                 todo.append(following)
+
+
+def exclusive(grad: Tensor) -> Tensor:
+    """Return `grad`, or a contiguous copy if its memory is shared with anything (a batch, another gradient).
+
+    Autograd returns a gradient without a copy when nothing else holds the *tensor*; its storage may still be that of
+    a view. Only memory that is not shared may be written.
+    """
+    if grad.layout is not torch.strided:
+        return grad.to_dense()
+    is_alone = all(n <= alone for n, alone in zip(storage_counts(grad), _ALONE, strict=True))
+    return grad if is_alone and grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format)
+
+
+def own(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Make the `.grad` of each leaf `exclusive`, and return the leaves that have none."""
+    grads = list(map(tree.grad_of, leaves))
+    if all(map(operator.is_not, grads, itertools.repeat(None))) and _all_exclusive(grads):
+        return []
+    del grads
+    for x in leaves:
+        if x.grad is not None:
+            x.grad = exclusive(x.grad)
+    return [x for x in leaves if x.grad is None]
+
+
+def _all_exclusive(grads: list[Tensor]) -> bool:
+    """Return whether `exclusive` would return each of these gradients unchanged: 0.2 us per gradient."""
+    try:
+        if not all(map(Tensor.is_contiguous, grads)):
+            return False
+        storages = list(map(Tensor.untyped_storage, grads))
+    except RuntimeError:  # a sparse one is neither contiguous nor has it a storage
+        return False
+    uses, counts = map(torch._C._storage_Use_Count, [s._cdata for s in storages]), map(sys.getrefcount, storages)
+    return set(uses) <= {_ALONE_IN_LIST[0]} and set(counts) <= {_ALONE_IN_LIST[1]}
+
+
+def storage_counts(x: Tensor) -> tuple[int, int]:
+    """Return the reference counts of a tensor's storage, in C++ and in Python."""
+    storage = x.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)  # private: no public count
+
+
+_ALONE = storage_counts(torch.empty(1, device="cpu"))  # of a tensor that shares nothing: 2 and 3 in torch 2.13
+
+
+def _counts_in_list(tensors: list[Tensor]) -> tuple[int, int]:
+    storages = list(map(Tensor.untyped_storage, tensors))
+    return torch._C._storage_Use_Count(storages[0]._cdata), next(map(sys.getrefcount, storages))
+
+
+_ALONE_IN_LIST = _counts_in_list([torch.empty(1, device="cpu")])  # the same, where a list holds the storage

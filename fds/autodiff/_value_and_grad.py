@@ -11,10 +11,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fds import tree
-from fds.autodiff import _scopes
-from fds.autodiff._backward import backward_through_reentrant, is_reentrant
-from fds.autodiff._memory import exclusive
-from fds.autodiff._scopes import differentiated, in_torch_func
+from fds.autodiff._backward import (
+    backward_through_reentrant,
+    differentiated,
+    exclusive,
+    in_torch_func,
+    is_inside_loss,
+    is_reentrant,
+)
 from fds.errors import LossError
 
 
@@ -236,8 +240,8 @@ def _by_torch_func(arguments: _Arguments, has_aux: bool) -> tuple[Any, Callable[
         outs = arguments.call(inputs)
         leaves, build = tree.flatten(outs)
         rebuild[:] = [build]
-        own = len(tree.leaves(outs[0])) if has_aux else len(leaves)
-        return leaves[:own], leaves[own:]
+        count = len(tree.leaves(outs[0])) if has_aux else len(leaves)
+        return leaves[:count], leaves[count:]
 
     result: Any = torch.func.vjp(run, arguments.inputs, has_aux=True)  # annotated as a pair; has_aux returns three
     outs, pull, aux = result
@@ -252,11 +256,12 @@ def _in_order_of(outs: Any, cotangent: Any) -> list[Any]:
     Raises `StateError` for one of another structure, `LossError` for a leaf of another shape.
     """
     cotangents = tree.at_leaves(outs, cotangent, "cotangent")
-    for (path, out), one in zip(tree.paths(outs).items(), cotangents, strict=True):
-        fits = one.shape == out.shape if isinstance(one, Tensor) and isinstance(out, Tensor) else not _is_tracked(out)
+    for (path, out), grad in zip(tree.paths(outs).items(), cotangents, strict=True):
+        tracked = isinstance(out, Tensor) and out.requires_grad
+        fits = grad.shape == out.shape if isinstance(grad, Tensor) and isinstance(out, Tensor) else not tracked
         if not fits:
             where = ".".join(filter(None, ("cotangent", path)))
-            got = f"a tensor {tuple(one.shape)}" if isinstance(one, Tensor) else repr(one)[:60]
+            got = f"a tensor {tuple(grad.shape)}" if isinstance(grad, Tensor) else repr(grad)[:60]
             raise LossError(
                 "a cotangent does not have the shape of its output",
                 where=where,
@@ -264,10 +269,6 @@ def _in_order_of(outs: Any, cotangent: Any) -> list[Any]:
                 want=f"a tensor {tuple(out.shape)}",
             )
     return cotangents
-
-
-def _is_tracked(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _entrance(x: Tensor, graph: bool) -> Tensor:
@@ -288,7 +289,7 @@ def _check_not_nested(args: Any, where: str) -> None:
     attached = any(x.grad_fn is not None for x in tensors)
     if getattr(forward_ad, "_current_level", 0) >= 0:  # private: inside a dual_level
         attached = attached or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-    if attached or _scopes.inside():
+    if attached or is_inside_loss():
         raise LossError(
             "a gradient inside a function that is differentiated has no graph",
             where=where,
@@ -303,8 +304,4 @@ def _check_not_nested(args: Any, where: str) -> None:
 def _result(outs: Any, create_graph: bool) -> Any:
     """Return the value for the caller: detached, unless its graph is wanted."""
     graph = in_torch_func() or (create_graph and torch.is_grad_enabled())
-    return outs if graph else tree.map(_detach, outs)
-
-
-def _detach(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
+    return outs if graph else tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, outs)

@@ -4,7 +4,6 @@
 differentiable.
 """
 
-from fds.collectives._fingerprint import fingerprint
 from fds.collectives.axis import Axis, alone
 from fds.collectives.functional import (
     all_gather,
@@ -17,30 +16,12 @@ from fds.collectives.functional import (
     send,
 )
 from fds.collectives.joining import init_distributed
-from fds.collectives.links import Work
-from fds.collectives.meshes import Mesh, from_torch, mesh
+from fds.collectives.links import Work, fingerprint
+from fds.collectives.meshes import Mesh, Topology, from_torch, mesh
 from fds.collectives.simulation import simulate
-from fds.collectives.topology import Topology
 from fds.collectives.traffic import counted
 
 __all__ = [
-    "init_distributed",
-    "mesh",
-    "from_torch",
-    "simulate",
-    "Mesh",
-    "Topology",
-    "Axis",
-    "alone",
-    "Work",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "send",
-    "recv",
-    "barrier",
-    "counted",
-    "fingerprint",
-]
+    "init_distributed", "mesh", "from_torch", "simulate", "Mesh", "Topology", "Axis", "alone", "Work", "all_gather",
+    "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "recv", "barrier", "counted", "fingerprint",
+]  # fmt: skip

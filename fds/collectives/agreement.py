@@ -14,8 +14,8 @@ import attrs
 import torch.distributed as dist
 from torch import Tensor
 
-from fds.collectives.gloo import lost
 from fds.collectives.links import Collective, Link, Work, different
+from fds.collectives.process_groups import lost
 from fds.errors import RankError
 
 GRACE = datetime.timedelta(seconds=5)  # for all ranks to read an error before the rank that hosts the store ends
@@ -39,11 +39,11 @@ class Checked:
         pair = (self.index, collective.peer) if collective.op == "send" else (collective.peer, self.index)
         self.direct[pair] = number = self.direct.get(pair, 0) + 1
         rows = [f"{self.name}/{pair[0]}to{pair[1]}/{number}/{end}" for end in ("send", "recv")]
-        own, other = rows if collective.op == "send" else reversed(rows)
+        mine, other = rows if collective.op == "send" else reversed(rows)
         # Compared in `wait`, since neither end waits for the other at the start; until then gloo's tags keep messages
         # that differ apart.
-        self._announce(own, collective)
-        return CheckedMessage(self, collective, own, other, self.link.start(collective, out, x))
+        self._announce(mine, collective)
+        return _CheckedMessage(self, collective, mine, other, self.link.start(collective, out, x))
 
     def exchange(self, collective: Collective, text: str) -> list[str]:
         """Return the texts of all ranks, after checking that all of them exchange texts."""
@@ -66,11 +66,11 @@ class Checked:
     def _agree(self, collective: Collective) -> None:
         self.count += 1
         rows = {rank: f"{self.name}/{self.count}/{rank}" for rank in self.ranks}
-        own = rows[self.ranks[self.index]]
-        self._announce(own, collective)
+        mine = rows[self.ranks[self.index]]
+        self._announce(mine, collective)
         self.compare(collective, rows, lambda text: text)
         # All ranks have reached this number, so all have read the rows of the one before.
-        self.store.delete_key(own.replace(f"/{self.count}/", f"/{self.count - 1}/"))
+        self.store.delete_key(mine.replace(f"/{self.count}/", f"/{self.count - 1}/"))
 
     def _announce(self, row: str, collective: Collective) -> None:
         self.store.set(row, f"{collective}, number {row.split('/')[-2]} on it")
@@ -80,8 +80,8 @@ class Checked:
         last = {}
         try:
             for rank in [rank for rank, row in rows.items() if not self.store.check([row])]:
-                known = self.store.check([f"last/{rank}"])
-                last[rank] = self.store.get(f"last/{rank}").decode() if known else "nothing yet"
+                has_started = self.store.check([f"last/{rank}"])
+                last[rank] = self.store.get(f"last/{rank}").decode() if has_started else "nothing yet"
         except RuntimeError:
             pass
         missing = ", ".join(f"rank {rank}" for rank in last)
@@ -104,7 +104,7 @@ class Checked:
 
 
 @attrs.define(eq=False)
-class CheckedMessage:
+class _CheckedMessage:
     """A send or a receive whose two ends are compared in `wait`."""
 
     checked: Checked
@@ -115,7 +115,6 @@ class CheckedMessage:
     over: bool = False
 
     def wait(self) -> None:
-        """Compare both ends, then wait for the message. Raises `RankError`."""
         if self.over:
             return
         checked, collective = self.checked, self.collective
@@ -125,5 +124,4 @@ class CheckedMessage:
         self.over = True
 
     def done(self) -> bool:
-        """Say whether `wait` has returned."""
         return self.over

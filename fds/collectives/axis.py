@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.collectives import dry, worlds
-from fds.collectives.links import DONE, Collective, Exchange, Link, Work
-from fds.collectives.reductions import COMBINE
+from fds.collectives import worlds
+from fds.collectives.links import COMBINE, DONE, Collective, Exchange, Link, Work, dry, on_one_rank, replay
 from fds.collectives.worlds import World
 from fds.errors import FdsError, MeshError
 
@@ -223,8 +222,8 @@ class Axis:
         return self._exchange(sent, Exchange(sent, send))
 
     def _exchange(self, sent: Collective, exchange: Exchange) -> list[Any]:
-        if (heard := dry.dry.get()) is not None:
-            return dry.again(heard, exchange.collective)
+        if (heard := dry.get()) is not None:
+            return replay(heard, exchange.collective)
         self._count(sent)
         self._watched(sent, exchange).wait()
         return exchange.replies
@@ -234,8 +233,8 @@ class Axis:
     ) -> Work:
         """Start a collective that is known by the shape and dtype of `like`."""
         assert self._link is not None
-        if dry.dry.get() is not None:
-            return dry.alone(op, how, out, x, self._index, self.size)
+        if dry.get() is not None:
+            return on_one_rank(op, how, out, x, self._index, self.size)
         kind, on_gpu = what or self.purpose, x.is_cuda
         collective = Collective(op, self.name, tuple(like.shape), like.dtype, how, peer, kind, on_gpu)
         self._count(collective)
@@ -254,8 +253,8 @@ class Axis:
 
     def _check(self, op: str, out: Tensor, x: Tensor, fits: bool) -> None:
         """Raise `FdsError` for tensors that cannot be sent or do not fit."""
-        one = op in ("all_gather", "reduce_scatter")
-        if fits and x.is_contiguous() and out.is_contiguous() and x.dtype == out.dtype and not (one and x.dim() != 1):
+        flat = op in ("all_gather", "reduce_scatter")
+        if fits and x.is_contiguous() and out.is_contiguous() and x.dtype == out.dtype and not (flat and x.dim() != 1):
             return
         got = f"{tuple(x.shape)} {x.dtype} into {tuple(out.shape)} {out.dtype}"
         strided = [t for t in (x, out) if not t.is_contiguous()]

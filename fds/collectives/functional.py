@@ -3,6 +3,19 @@
 They work under transforms of `torch.func`, which all ranks must apply alike, in `torch.utils.checkpoint`, and on tensor
 subclasses. Backward passes communicate too, so all ranks must run them. On an axis of one rank they return their
 argument. To overlap a collective with computation, use `Axis.start_*`.
+
+Where ranks compute one loss together, as those of a tensor axis do, each with its pieces of some parameters, an
+activation passes one of these between pieces of work that all do alike ("whole") and those of which each does a part;
+each is the other one's transpose::
+
+    copy_in   whole -> whole, for parts of a product:  forward x              backward all_reduce
+    sum_out   terms -> their sum, whole:               forward all_reduce     backward the gradient
+    cut       whole -> this rank's piece:              forward piece          backward all_gather
+    join      pieces -> whole:                         forward all_gather     backward piece
+
+Between pieces along the sequence and a product that each does a part of, `all_gather` and `reduce_scatter` stand in the
+place of `copy_in` and `sum_out`.
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (f and g); Korthikanti et al. 2022, arXiv:2205.05198.
 """
 
 from __future__ import annotations
@@ -107,94 +120,90 @@ def barrier(axis: Axis) -> None:
     axis.barrier()
 
 
+def copy_in(x: Tensor, axis: Axis) -> Tensor:
+    """Return `x`, which every rank uses for a part of a product: its gradient is the sum of the ranks' gradients."""
+    return x if axis.size == 1 else apply_function(_Copied, x, axis)
+
+
+def sum_out(x: Tensor, axis: Axis) -> Tensor:
+    """Return the sum of the ranks' terms, which all go on with alike: its gradient is each term's."""
+    return x if axis.size == 1 else apply_function(_Summed, x, axis)
+
+
+def cut(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return this rank's piece of what all have alike, one of `axis.size` equal ones along `dim`, a view.
+
+    Raises `FdsError` where `dim` does not divide.
+    """
+    check_divides(x, axis, dim, "a dim cannot be cut into equal pieces")
+    return x if axis.size == 1 else apply_function(_Cut, x, axis, dim % x.dim())
+
+
+def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return the ranks' pieces one after another along `dim`, with which all go on alike."""
+    return x if axis.size == 1 else apply_function(_Joined, x, axis, dim % x.dim())
+
+
 class Linear(torch.autograd.Function):
-    """A function that is linear in its first argument; an axis, and dims or another number, follow."""
+    """A function that is linear in its first argument; an axis, and dims or another number, follow.
+
+    Of those between "whole" and "pieces", `takes` and `gives` say what the argument and the result are.
+    """
 
     has_dims = True
 
-
-class _AllGather(Linear):
-    @staticmethod
-    def forward(x: Tensor, axis: Axis, dim: int) -> Tensor:
-        return operators.all_gather(x, axis.handle, dim)
-
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _, ctx.axis, ctx.dim = inputs
+        ctx.axis, ctx.numbers = inputs[1], inputs[2:]
 
-    @staticmethod
+
+def _linear(name: str, forward: Callable[..., Tensor], transposed: Callable[..., Tensor], **more: Any) -> Any:
+    """Return a function of a tensor, an axis and numbers, given its transpose, which is one of the same arguments."""
+
+    # dynamo counts the parameters of `forward` to know whether it takes the context: no *numbers
     def backward(ctx: Any, g: Tensor) -> tuple:
-        return reduce_scatter(g, ctx.axis, ctx.dim), None, None
+        return transposed(g, ctx.axis, *ctx.numbers), *(None,) * (1 + len(ctx.numbers))
+
+    return type(name, (Linear,), {"forward": staticmethod(forward), "backward": staticmethod(backward)} | more)
 
 
-class _ReduceScatter(_AllGather):
-    @staticmethod
-    def forward(x: Tensor, axis: Axis, dim: int) -> Tensor:
-        return operators.reduce_scatter(x, axis.handle, dim)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
-        return all_gather(g, ctx.axis, ctx.dim), None, None
+def _copy(x: Tensor, axis: Axis) -> Tensor:
+    if torch.compiler.is_compiling():  # dynamo reads no layout
+        return x.view_as(x)
+    return x.view_as(x) if x.layout is torch.strided else x.detach()  # a sparse batch has no views
 
 
-class _AllReduce(Linear):
-    @staticmethod
-    def forward(x: Tensor, axis: Axis) -> Tensor:
-        return operators.all_reduce(x, axis.handle)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _, ctx.axis = inputs
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
-        return all_reduce(g, ctx.axis), None
+def _piece(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    n = x.shape[dim] // axis.size
+    return x.narrow(dim, axis.index * n, n)
 
 
-class _AllToAll(Linear):
-    @staticmethod
-    def forward(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
-        return operators.all_to_all(x, axis.handle, split_dim, concat_dim)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _, ctx.axis, ctx.split_dim, ctx.concat_dim = inputs
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
-        return all_to_all(g, ctx.axis, ctx.concat_dim, ctx.split_dim), None, None, None
-
-
-class _Broadcast(Linear):
-    has_dims = False
-
-    @staticmethod
-    def forward(x: Tensor, axis: Axis, source: int) -> Tensor:
-        return operators.broadcast(x, axis.handle, source)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _, ctx.axis, ctx.peer = inputs
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
-        return apply_function(_Reduce, g, ctx.axis, ctx.peer), None, None
-
-
-class _Reduce(_Broadcast):
-    @staticmethod
-    def forward(x: Tensor, axis: Axis, to: int) -> Tensor:
-        return operators.reduce(x, axis.handle, to)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
-        return broadcast(g, ctx.axis, ctx.peer), None, None
+_WHOLE_TO_PIECES, _PIECES_TO_WHOLE = {"takes": "whole", "gives": "pieces"}, {"takes": "pieces", "gives": "whole"}
+_AllGather = _linear("_AllGather", lambda x, axis, dim: operators.gather(x, axis.handle, dim), reduce_scatter)
+_ReduceScatter = _linear("_ReduceScatter", lambda x, axis, dim: operators.scatter_sum(x, axis.handle, dim), all_gather)
+_AllReduce = _linear("_AllReduce", lambda x, axis: operators.sum_all(x, axis.handle), all_reduce)
+_AllToAll = _linear(
+    "_AllToAll",
+    lambda x, axis, split_dim, concat_dim: operators.transpose(x, axis.handle, split_dim, concat_dim),
+    lambda g, axis, *dims: all_to_all(g, axis, *dims[::-1]),
+)
+_Broadcast = _linear(
+    "_Broadcast",
+    lambda x, axis, source: operators.copy_from(x, axis.handle, source),
+    lambda g, axis, source: apply_function(_Reduce, g, axis, source),
+    has_dims=False,
+)
+_Reduce = _linear("_Reduce", lambda x, axis, to: operators.sum_to(x, axis.handle, to), broadcast, has_dims=False)
+_Copied = _linear("_Copied", _copy, sum_out, **_WHOLE_TO_PIECES)
+_Summed = _linear("_Summed", lambda x, axis: operators.sum_all(x, axis.handle), copy_in, **_PIECES_TO_WHOLE)
+_Cut = _linear("_Cut", _piece, join, **_WHOLE_TO_PIECES)
+_Joined = _linear("_Joined", lambda x, axis, dim: operators.gather(x, axis.handle, dim), cut, **_PIECES_TO_WHOLE)
 
 
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, axis: Axis, to: int) -> Tensor:
-        return operators.send(x, axis.handle, to)
+        return operators.send_to(x, axis.handle, to)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -209,7 +218,7 @@ class _Send(torch.autograd.Function):
 class _Recv(_Send):
     @staticmethod
     def forward(like: Tensor, axis: Axis, source: int) -> Tensor:
-        return operators.recv(like, axis.handle, source)
+        return operators.recv_from(like, axis.handle, source)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple:
@@ -250,19 +259,14 @@ def _with_rules(function: Any) -> Any:
         refuse = lambda transform: staticmethod(functools.partial(_refuse, function, transform))
         return type(function.__name__, (function,), {"jvp": refuse("jvp"), "vmap": refuse("vmap")})
 
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        function.setup_context(ctx, inputs, output)
-        ctx.options = inputs[1:]
-
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return apply_function(function, tangent, *ctx.options)
+        return apply_function(function, tangent, ctx.axis, *ctx.numbers)
 
     def vmap(info: Any, in_dims: tuple, x: Tensor, axis: Axis, *numbers: int) -> tuple[Tensor, int]:
         numbers = tuple(n + function.has_dims for n in numbers)
         return apply_function(function, x.movedim(in_dims[0], 0), axis, *numbers), 0
 
-    rules = {"setup_context": setup_context, "jvp": jvp, "vmap": vmap}
-    return type(function.__name__, (function,), {name: staticmethod(rule) for name, rule in rules.items()})
+    return type(function.__name__, (function,), {"jvp": staticmethod(jvp), "vmap": staticmethod(vmap)})
 
 
 def _refuse(function: Any, transform: str, *_: Any) -> NoReturn:
@@ -283,11 +287,16 @@ def _dim(x: Tensor, dim: int) -> int:
 
 def _divided(x: Tensor, axis: Axis, dim: int, op: str) -> int:
     dim = _dim(x, dim)
+    check_divides(x, axis, dim, f"{op} splits a dim into equal pieces")
+    return dim
+
+
+def check_divides(x: Tensor, axis: Axis, dim: int, what: str) -> None:
+    """Raise `FdsError`, which says `what` is wrong, where the ranks do not divide a dim."""
     if x.shape[dim] % axis.size:
         raise FdsError(
-            f"{op} splits a dim into equal pieces",
+            what,
             where=f"axis {axis.name!r}, {axis.size} ranks",
             got=f"dim {dim} of {tuple(x.shape)}",
             want=f"a multiple of {axis.size}",
         )
-    return dim

@@ -1,17 +1,24 @@
-"""`init_distributed`: connect the ranks that a launcher started."""
+"""`init_distributed`: the ranks that a launcher started meet, and are connected.
+
+Rank 0 hosts a store. Every rank writes its name into it, and the last one to arrive marks the roll as complete. torch's
+own rendezvous does not name missing ranks, and counts a rank that was started twice as two.
+"""
 
 from __future__ import annotations
 
 import datetime
 import os
+import socket
+import time
+import urllib.parse
+import uuid
 
 import torch
 import torch.distributed as dist
 
 from fds.collectives import worlds
 from fds.collectives.launch import Launch, launched
-from fds.collectives.meeting import meet
-from fds.errors import MeshError, RankError
+from fds.errors import FdsError, MeshError, RankError
 
 
 def init_distributed(
@@ -99,3 +106,219 @@ def _start(backend: str | None, timeout: float | datetime.timedelta, launch: Lau
             want="every rank to keep running, and to reach all others",
             hint="GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the network interface",
         ) from error
+
+
+LOOK = 0.1  # seconds between polls of the store, whose own `wait` does not handle Ctrl-C, and logs warnings
+GRACE = 2.0  # seconds for the other ranks to read the reason of a failure
+_own = uuid.uuid4().hex  # identifies this process together with its pid, which differs in a fork
+
+
+def meet(launch: Launch, init_method: str | None, limit: datetime.timedelta) -> dist.Store:
+    """Wait for all ranks of the job, and return their store.
+
+    Raises `RankError` after the time limit, naming the missing ranks, and `MeshError` if two processes have the same
+    rank or if another job uses this address; all waiting ranks raise.
+    """
+    end = time.monotonic() + limit.total_seconds()
+    try:
+        store = _store(launch, init_method, limit, end)
+        store = dist.PrefixStore("fds-meeting", store)
+        _compare_jobs(store, launch, end)
+        _call_the_roll(store, launch, limit, end)
+    except (dist.DistError, RuntimeError) as error:  # for example, rank 0 has ended, and the store with it
+        raise RankError(
+            "the ranks could not meet",
+            where=f"rank {launch.rank} of {launch.world_size}",
+            got=str(error).partition("\n")[0][:300],
+            want="rank 0 to run until all have arrived",
+            hint="look at the output of rank 0",
+        ) from error
+    return store
+
+
+def _store(launch: Launch, init_method: str | None, limit: datetime.timedelta, end: float) -> dist.Store:
+    """Host the store on rank 0, connect to it on other ranks; for URLs other than tcp://, use torch's rendezvous."""
+    if init_method is not None and not init_method.startswith("tcp://"):
+        try:
+            return next(dist.rendezvous(init_method, launch.rank, launch.world_size, timeout=limit))[0]
+        except (ValueError, RuntimeError, OSError) as error:
+            raise MeshError(
+                "not a rendezvous URL",
+                where="init_method",
+                got=f"{init_method!r}: {error}"[:300],
+                want="'tcp://host:port' or 'file:///path'",
+            ) from error
+    host, port = (launch.address, launch.port) if init_method is None else _parse(init_method)
+    agent = init_method is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = launch.rank == 0 and not agent
+    if not serves:
+        _await_server(host, port, launch, end)
+    try:
+        store = dist.TCPStore(
+            host, port, launch.world_size, serves, timeout=limit, wait_for_workers=False, multi_tenant=True
+        )
+    except RuntimeError as error:
+        raise MeshError(
+            "rank 0 cannot wait for the others at this port" if serves else "rank 0 does not answer",
+            where=f"{host}:{port}",
+            got=str(error).partition("\n")[0][:300],
+            want="a free port",
+            hint="another job, or a second rank 0, may use it: set a different MASTER_PORT for this job",
+        ) from error
+    # torchrun keeps one store for all restarts, which still has the addresses of ranks that died
+    # (pytorch/pytorch#135712), so every start uses its own keys.
+    return dist.PrefixStore(_name_of_start(store, launch, limit, end), store) if agent else store
+
+
+def _parse(url: str) -> tuple[str, int]:
+    """Return the host and port of tcp://host:port. Raises `MeshError`."""
+    try:
+        parts = urllib.parse.urlparse(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port:
+        raise MeshError(
+            "not the address of rank 0",
+            where="init_method",
+            got=repr(url),
+            want="'tcp://host:port', with a port from 1 to 65535",
+        )
+    return host, port
+
+
+def _await_server(host: str, port: int, launch: Launch, end: float) -> None:
+    """Wait until a server listens at an address. Raises `RankError`."""
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=max(min(1.0, end - time.monotonic()), 0.01)):
+                return
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise RankError(
+                    "rank 0 did not arrive in time",
+                    where=f"rank {launch.rank} of {launch.world_size}",
+                    got=f"{host}:{port}: {error.strerror or error}",
+                    want="rank 0 to wait there for the others",
+                    hint="is it started, and does every node reach that host and port?",
+                ) from error
+        time.sleep(0.05)
+
+
+def _compare_jobs(store: dist.Store, launch: Launch, end: float) -> None:
+    """Raise `MeshError` if rank 0 belongs to another job, or expects another number of ranks."""
+    mine = f"{launch.world_size} ranks" + (f", job {launch.job}" if launch.job else "")
+    if launch.rank == 0:
+        store.set("job", mine)
+    elif not _await_key(store, "job", end):
+        raise RankError(
+            "rank 0 did not arrive in time",
+            where=f"rank {launch.rank} of {launch.world_size}",
+            want="rank 0 to wait for the others",
+        )
+    theirs = store.get("job").decode()
+    if theirs != mine:
+        store.set("another", f"; {_place(_name())} came as rank {launch.rank} of {mine}")
+        raise MeshError(
+            "another job uses this address",
+            where=f"rank {launch.rank}",
+            got=theirs,
+            want=mine,
+            hint="set a different MASTER_PORT for each job",
+        )
+
+
+def _call_the_roll(store: dist.Store, launch: Launch, limit: datetime.timedelta, end: float) -> None:
+    """Wait until all ranks have arrived."""
+    name, row = _name(), f"rank {launch.rank}"
+    came_before = store.check([row])
+    first = store.compare_set(row, "", name).decode()
+    if first != name:
+        what = f"two processes are rank {launch.rank} of {launch.world_size}: {_place(first)}, and {_place(name)}"
+        if not store.check(["all"]):  # waiting ranks fail too; a job that already runs goes on
+            _fail_all(store, "MeshError", what)
+        raise _failure(launch, "MeshError", what)
+    if not came_before and store.add("arrived", 1) == launch.world_size:
+        store.set("all", "")
+    if not _await_key(store, "all", end):
+        missing = [f"rank {rank}" for rank in range(launch.world_size) if not store.check([f"rank {rank}"])]
+        stranger = store.get("another").decode() if store.check(["another"]) else ""
+        what = f"{', '.join(missing[:16])} did not arrive within {limit.total_seconds():g} s{stranger}"
+        _fail_all(store, "RankError", what)
+    if store.check(["failure"]):
+        over = time.monotonic() + GRACE
+        store.add("informed", 1)
+        while launch.rank == 0 and store.add("informed", 0) < store.add("arrived", 0) and time.monotonic() < over:
+            time.sleep(LOOK / 2)  # the store ends with this process, and other ranks still read the failure
+        raise _failure(launch, *store.get("failure").decode().split(": ", 1))
+
+
+def _fail_all(store: dist.Store, kind: str, what: str) -> None:
+    """Let all waiting ranks raise this error, unless there is an earlier one."""
+    store.compare_set("failure", "", f"{kind}: {what}")
+    store.set("all", "")
+
+
+def _failure(launch: Launch, kind: str, what: str) -> FdsError:
+    where = f"rank {launch.rank} of {launch.world_size}"
+    if kind == "RankError":
+        return RankError(
+            what, where=where, want=f"{launch.world_size} ranks", hint="were they started, and with these ranks?"
+        )
+    return MeshError(
+        what, where=where, want="one process for each rank", hint="for two jobs, set a different MASTER_PORT for each"
+    )
+
+
+def _name() -> str:
+    return f"{_own}.{os.getpid()} on {socket.gethostname()}"
+
+
+def _place(name: str) -> str:
+    return "process " + name.partition(".")[2]
+
+
+def _await_key(store: dist.Store, key: str, end: float) -> bool:
+    """Wait until the store has a key or the time is over, and return whether it has."""
+    pause = 0.001
+    while not store.check([key]):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, LOOK)
+    return True
+
+
+def _name_of_start(store: dist.Store, launch: Launch, limit: datetime.timedelta, end: float) -> str:
+    """Agree on a name that no earlier start has used, in a store that still has the keys of earlier starts.
+
+    Restart counts are of no use, since each node's agent counts its own. A rank asks with a new random key, so it never
+    reads an old answer. Rank 0 answers all requests, old ones too, until every rank has confirmed the name. Agents
+    end all ranks of a start before the next one begins.
+    """
+    token = uuid.uuid4().hex
+    if launch.rank:
+        store.set(f"asks {launch.rank}", token)
+        if not _await_key(store, f"answer to {token}", end):
+            raise RankError(
+                f"rank 0 did not arrive within {limit.total_seconds():g} s",
+                where=f"rank {launch.rank} of {launch.world_size}",
+                want="rank 0 to answer",
+            )
+        name = store.get(f"answer to {token}").decode()
+        store.set(f"{name} {launch.rank} confirmed", "")
+        return name
+    unconfirmed = list(range(1, launch.world_size))
+    while unconfirmed and time.monotonic() < end:
+        for other in unconfirmed:
+            if store.check([f"asks {other}"]):
+                store.set(f"answer to {store.get(f'asks {other}').decode()}", token)
+        unconfirmed = [other for other in unconfirmed if not store.check([f"{token} {other} confirmed"])]
+        time.sleep(0.01)
+    if unconfirmed:
+        raise RankError(
+            f"{', '.join(f'rank {i}' for i in unconfirmed[:16])} did not arrive within {limit.total_seconds():g} s",
+            where=f"rank 0 of {launch.world_size}",
+            want="all ranks to start",
+        )
+    return token

@@ -15,72 +15,19 @@ from torch import Tensor
 from fds.collectives.axis import of_handle
 
 
-def operator(function: Callable[..., Tensor], shape: Callable[..., Any]) -> Any:
-    """Make a torch operator from a function; `shape(x, *args)` is the shape of its result."""
-    custom_op = torch.library.custom_op(f"fds::{function.__name__}", function, mutates_args=())
-    custom_op.register_fake(lambda x, *args: x.new_empty(shape(x, *args)))
-    return custom_op
+def operator(shape: Callable[..., Any]) -> Callable[[Callable[..., Tensor]], Any]:
+    """Return a decorator that makes a torch operator of a function; `shape(x, *args)` is the shape of its result."""
+
+    def make(function: Callable[..., Tensor]) -> Any:
+        custom_op = torch.library.custom_op(f"fds::{function.__name__}", function, mutates_args=())
+        custom_op.register_fake(lambda x, *args: x.new_empty(shape(x, *args)))
+        return custom_op
+
+    return make
 
 
-def gather(x: Tensor, axis: int, dim: int) -> Tensor:
-    """Concatenate the tensors of all ranks along `dim`."""
-    along = of_handle(axis)
-    out = x.new_empty((along.size, *x.shape))
-    along.start_all_gather(out.view(-1), x.contiguous().view(-1)).wait()
-    return out.movedim(0, dim).reshape(_gathered(x, axis, dim))
-
-
-def scatter_sum(x: Tensor, axis: int, dim: int) -> Tensor:
-    """Sum the tensors of all ranks and return this rank's piece along `dim`."""
-    along = of_handle(axis)
-    whole = _pieces(x, along.size, dim)
-    out = x.new_empty(whole.shape[1:])
-    along.start_reduce_scatter(out.view(-1), whole.view(-1)).wait()
-    return out
-
-
-def sum_all(x: Tensor, axis: int) -> Tensor:
-    """Sum the tensors of all ranks."""
-    out = x.clone(memory_format=torch.contiguous_format)
-    of_handle(axis).start_all_reduce(out).wait()
-    return out
-
-
-def sum_to(x: Tensor, axis: int, to: int) -> Tensor:
-    """Sum the tensors of all ranks on one of them, and return zeros on the others."""
-    out = sum_all(x, axis)
-    return out if of_handle(axis).index == to else out.zero_()
-
-
-def transpose(x: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
-    """Send piece i along `split_dim` to rank i, and concatenate the pieces received along `concat_dim`."""
-    along = of_handle(axis)
-    pieces = _pieces(x, along.size, split_dim)
-    out = torch.empty_like(pieces)
-    along.start_all_to_all(out, pieces).wait()
-    return out.movedim(0, concat_dim).reshape(_transposed(x, axis, split_dim, concat_dim))
-
-
-def copy_from(x: Tensor, axis: int, source: int) -> Tensor:
-    """Return the tensor of the rank with coordinate `source`."""
-    along = of_handle(axis)
-    own = along.index == source
-    out = x.clone(memory_format=torch.contiguous_format) if own else x.new_empty(x.shape)
-    along.start_broadcast(out, source).wait()
-    return out
-
-
-def send_to(x: Tensor, axis: int, to: int) -> Tensor:
-    """Send a tensor, and return a 0-d zero."""
-    of_handle(axis).start_send(x.contiguous(), to).wait()
-    return x.new_zeros(())
-
-
-def recv_from(like: Tensor, axis: int, source: int) -> Tensor:
-    """Receive a tensor of this shape and dtype."""
-    out = like.new_empty(like.shape)
-    of_handle(axis).start_recv(out, source).wait()
-    return out
+def _same(x: Tensor, *args: int) -> Any:
+    return x.shape
 
 
 def _pieces(x: Tensor, size: int, dim: int) -> Tensor:
@@ -103,12 +50,70 @@ def _transposed(x: Tensor, axis: int, split_dim: int, concat_dim: int) -> list[i
     return shape
 
 
-_same = lambda x, *args: x.shape
-all_gather = operator(gather, _gathered)
-reduce_scatter = operator(scatter_sum, _scattered)
-all_reduce = operator(sum_all, _same)
-reduce = operator(sum_to, _same)
-all_to_all = operator(transpose, _transposed)
-broadcast = operator(copy_from, _same)
-send = operator(send_to, lambda x, *args: ())
-recv = operator(recv_from, _same)
+@operator(_gathered)
+def gather(x: Tensor, axis: int, dim: int) -> Tensor:
+    """Concatenate the tensors of all ranks along `dim`."""
+    along = of_handle(axis)
+    out = x.new_empty((along.size, *x.shape))
+    along.start_all_gather(out.view(-1), x.contiguous().view(-1)).wait()
+    return out.movedim(0, dim).reshape(_gathered(x, axis, dim))
+
+
+@operator(_scattered)
+def scatter_sum(x: Tensor, axis: int, dim: int) -> Tensor:
+    """Sum the tensors of all ranks and return this rank's piece along `dim`."""
+    along = of_handle(axis)
+    whole = _pieces(x, along.size, dim)
+    out = x.new_empty(whole.shape[1:])
+    along.start_reduce_scatter(out.view(-1), whole.view(-1)).wait()
+    return out
+
+
+@operator(_same)
+def sum_all(x: Tensor, axis: int) -> Tensor:
+    """Sum the tensors of all ranks."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    of_handle(axis).start_all_reduce(out).wait()
+    return out
+
+
+@operator(_same)
+def sum_to(x: Tensor, axis: int, to: int) -> Tensor:
+    """Sum the tensors of all ranks on one of them, and return zeros on the others."""
+    along, out = of_handle(axis), x.clone(memory_format=torch.contiguous_format)
+    along.start_all_reduce(out).wait()
+    return out if along.index == to else out.zero_()
+
+
+@operator(_transposed)
+def transpose(x: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
+    """Send piece i along `split_dim` to rank i, and concatenate the pieces received along `concat_dim`."""
+    along = of_handle(axis)
+    pieces = _pieces(x, along.size, split_dim)
+    out = torch.empty_like(pieces)
+    along.start_all_to_all(out, pieces).wait()
+    return out.movedim(0, concat_dim).reshape(_transposed(x, axis, split_dim, concat_dim))
+
+
+@operator(_same)
+def copy_from(x: Tensor, axis: int, source: int) -> Tensor:
+    """Return the tensor of the rank with coordinate `source`."""
+    along = of_handle(axis)
+    out = x.clone(memory_format=torch.contiguous_format) if along.index == source else x.new_empty(x.shape)
+    along.start_broadcast(out, source).wait()
+    return out
+
+
+@operator(lambda x, *args: ())
+def send_to(x: Tensor, axis: int, to: int) -> Tensor:
+    """Send a tensor, and return a 0-d zero."""
+    of_handle(axis).start_send(x.contiguous(), to).wait()
+    return x.new_zeros(())
+
+
+@operator(_same)
+def recv_from(like: Tensor, axis: int, source: int) -> Tensor:
+    """Receive a tensor of this shape and dtype."""
+    out = like.new_empty(like.shape)
+    of_handle(axis).start_recv(out, source).wait()
+    return out

@@ -10,8 +10,7 @@ import torch
 
 from fds.collectives import worlds
 from fds.collectives.axis import Axis
-from fds.collectives.links import Collective, Work
-from fds.collectives.reductions import bytes_sent
+from fds.collectives.links import Collective, Work, bytes_sent
 
 
 @attrs.frozen(order=True)
@@ -88,7 +87,7 @@ class Count:
     """The number of collectives of one kind on one axis, and their bytes."""
 
     calls: int = 0
-    bytes_sent: int = 0  # by this rank: `fds.collectives.reductions.bytes_sent`
+    bytes_sent: int = 0  # by this rank: `fds.collectives.links.bytes_sent`
 
 
 @attrs.define(eq=False)

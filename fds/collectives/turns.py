@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import random as python_random
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,52 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
+from torch.utils import _python_dispatch
 
-from fds.collectives.process_flags import ProcessFlags
 from fds.errors import FdsError, RankError, is_int
+
+# Private: torch has no public way to them. Each block restores on leaving what it found, so that of two threads which
+# enter one after the other, and leave in the same order, the second sets what the first had set: for ever.
+_flags: Any = _python_dispatch
+_core: Any = torch._C
+
+
+@attrs.frozen
+class ProcessFlags:
+    """What blocks of a thread set for its own code, which torch keeps in flags of the process."""
+
+    active: bool  # whether a mode is active
+    others: bool  # one that is not torch's own
+    uncompiled: bool  # one that keeps torch.compile out
+    lifted: bool  # that of fake tensors, where `torch.tensor` makes its values on the CPU first
+    stance: Any  # of torch.compile, such as "force_eager"; None for the default
+
+    @classmethod
+    def now(cls) -> ProcessFlags:
+        """Return the present flags."""
+        return cls(
+            _flags._is_in_torch_dispatch_mode,
+            _flags._is_in_non_infra_torch_dispatch_mode,
+            _flags._is_in_any_mode_without_ignore_compile_internals,
+            _core._only_lift_cpu_tensors(),
+            None if (it := _compiler()) is None or it._stance == it.DynamoStance() else it._stance,
+        )
+
+    def restore(self) -> None:
+        """Set the flags to these."""
+        _flags._is_in_torch_dispatch_mode = self.active
+        _flags._is_in_non_infra_torch_dispatch_mode = self.others
+        _flags._is_in_any_mode_without_ignore_compile_internals = self.uncompiled
+        _flags.set_is_in_mode_without_ignore_compile_internals(self.uncompiled)
+        _core._set_only_lift_cpu_tensors(self.lifted)
+        if (compiler := _compiler()) is not None:
+            compiler._stance = self.stance or compiler.DynamoStance()
+
+
+def _compiler() -> Any:
+    """Return the module of torch.compile that has the stance; None where nothing has loaded it, which takes 1 s."""
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    return module if hasattr(module, "_stance") else None
 
 
 class Stopped(BaseException):
@@ -46,7 +90,7 @@ class Generators:
             generator.set_state(state)
         if present is None or present.python != self.python:
             python_random.setstate(self.python)
-        if present is None or not _same(present.numpy, self.numpy):
+        if present is None or not _is_same(present.numpy, self.numpy):
             np.random.set_state(self.numpy)
 
 
@@ -54,9 +98,9 @@ def _of_gpus() -> tuple[torch.Generator, ...]:
     return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
 
 
-def _same(one: tuple, other: tuple) -> bool:
+def _is_same(a: tuple, b: tuple) -> bool:
     """Say whether two states of NumPy's generator are the same: an algorithm, its numbers, and three numbers more."""
-    return (one[0], *one[2:]) == (other[0], *other[2:]) and np.array_equal(one[1], other[1])
+    return (a[0], *a[2:]) == (b[0], *b[2:]) and np.array_equal(a[1], b[1])
 
 
 @attrs.define(eq=False)
@@ -138,8 +182,8 @@ class Turns:
         if ready():
             return
         seat.ready, seat.waiting = ready, waiting
-        self._leave(rank)
-        self._come(rank)
+        self._end_turn(rank)
+        self._take_turn(rank)
         seat.ready = seat.waiting = None
 
     def _run(self, rank: int, context: contextvars.Context, body: Callable[[], Any]) -> None:
@@ -147,7 +191,7 @@ class Turns:
         torch.set_grad_enabled(self.grad_mode)
         torch.autograd.set_multithreading_enabled(False)  # else torch runs backward on a GPU in a thread of its own
         try:
-            self._come(rank)
+            self._take_turn(rank)
             seat.result = context.run(body)
         except Stopped:
             pass
@@ -158,16 +202,16 @@ class Turns:
             self.stopped = True
         finally:
             seat.ended = True
-            self._leave(rank)
+            self._end_turn(rank)
 
-    def _come(self, rank: int) -> None:
+    def _take_turn(self, rank: int) -> None:
         self.seats[rank].turn.acquire()
         if self.stopped:
             raise Stopped
         self.random[rank].restore(self.present)
         self.flags[rank].restore()
 
-    def _leave(self, rank: int) -> None:
+    def _end_turn(self, rank: int) -> None:
         """Let the next rank run that is able to."""
         self.random[rank] = self.present = Generators.now()
         self.flags[rank] = ProcessFlags.now()

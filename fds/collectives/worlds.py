@@ -7,97 +7,51 @@ import inspect
 import math
 import os
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
 
 from fds.collectives.agreement import Checked
-from fds.collectives.gloo import GlooLink
 from fds.collectives.launch import launched, on_one_node
 from fds.collectives.links import Link
-from fds.collectives.nccl import NcclLink
+from fds.collectives.process_groups import GlooLink, NcclLink
 from fds.errors import MeshError
 
 
-class World(Protocol):
+@attrs.define(eq=False, slots=False)
+class World:
     """The ranks that are running, from the point of view of one of them."""
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensors that collectives take."""
-        ...
-
-    @property
-    def timeout(self) -> float:
-        """For how many seconds a rank waits for others; infinity if deadlocks are detected."""
-        ...
-
-    @property
-    def shares_cores(self) -> bool:
-        """Whether communication uses the same cores as computation, so that overlapping them gains nothing."""
-        ...
-
-    @property
-    def counters(self) -> list:
-        """The active `traffic.Traffic` counters."""
-        ...
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")  # of the tensors that collectives take
+    timeout: float = math.inf  # seconds that a rank waits for others; infinity if deadlocks are detected
+    shares_cores: bool = False  # whether communication uses the cores of computation: overlapping them gains nothing
+    counters: list = attrs.field(factory=list)  # the active `traffic.Traffic` counters
 
     def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
         """Return the link between these ranks, of which this is one; all of them must call this.
 
-        Collectives are matched by their order within a channel.
+        Collectives are matched by their order within a channel. A single process has none.
         """
-        ...
-
-
-@attrs.frozen(eq=False)
-class Single:
-    """A single process."""
-
-    rank: int = 0
-    size: int = 1
-    device: torch.device = torch.device("cpu")
-    timeout: float = math.inf
-    shares_cores: bool = False
-    counters: list = attrs.field(factory=list)
-
-    def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
-        """Fail, since there are no other ranks."""
         raise AssertionError(ranks)
 
 
-@attrs.define(eq=False)
-class TorchWorld:
+class Single(World):
+    """A single process."""
+
+
+class TorchWorld(World):
     """The ranks of torch.distributed's default group."""
 
-    group: Any  # a ProcessGroup
-    host: Any  # a ProcessGroup in which CPU tensors use gloo; perhaps the same
-    device: torch.device
-    check: bool = False
-    counters: list = attrs.field(factory=list)
-    links: dict[tuple, Link] = attrs.field(factory=dict)
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.group.rank()
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.group.size()
+    def __init__(self, group: Any, host: Any, device: torch.device):
+        self.group = group  # a ProcessGroup
+        self.host = host  # a ProcessGroup in which CPU tensors use gloo; perhaps the same
+        self.rank, self.size, self.device = group.rank(), group.size(), device
+        self.check, self.counters = False, []
+        self.links: dict[tuple, Link] = {}
 
     def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
         """Return the link between these ranks on a channel, which is kept; with NCCL on `group`, or on a new one."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.collectives.memory import performing
+from fds.collectives.simulation import performing
 from fds.loss import LayerCall
 from fds.profiling.counting import UNINITIALISED
 from fds.profiling.modules import Modules, Watching, tensors_of

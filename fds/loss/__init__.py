@@ -1,8 +1,8 @@
 """The loss as a value: `Mean`, `functional`, `with_buffers`, `Layers` and its specs, recipes."""
 
-from fds.loss.finding import Found, modules_of
 from fds.loss.layers import Layers
 from fds.loss.microbatch import (
+    Found,
     LayerCall,
     LayerMap,
     Setting,
@@ -12,46 +12,19 @@ from fds.loss.microbatch import (
     initial_buffers,
     is_compiled,
     layer_calls,
+    modules_of,
     name,
     run,
 )
 from fds.loss.modes import Draw, Mode, ModuleMap, current as current_mode
+from fds.loss.module_copies import Root, check_no_originals
 from fds.loss.modules import functional
-from fds.loss.originals import check_no_originals
-from fds.loss.recipes import Recipe, recipe
-from fds.loss.roots import Root
-from fds.loss.specs import LayerSpec, TiedLayerSpec
+from fds.loss.recipes import LayerSpec, Recipe, TiedLayerSpec, recipe
 from fds.loss.values import Buffered, Mean, Outcome, read, with_buffers
 
 __all__ = [
-    "Buffered",
-    "Found",
-    "LayerCall",
-    "LayerMap",
-    "LayerSpec",
-    "Layers",
-    "Mean",
-    "Mode",
-    "ModuleMap",
-    "Draw",
-    "Outcome",
-    "Recipe",
-    "Root",
-    "Setting",
-    "TiedLayerSpec",
-    "carried_buffers",
-    "check_no_originals",
-    "compiled_with",
-    "current_mode",
-    "draws",
-    "functional",
-    "initial_buffers",
-    "is_compiled",
-    "layer_calls",
-    "modules_of",
-    "name",
-    "read",
-    "recipe",
-    "run",
-    "with_buffers",
-]
+    "Buffered", "Found", "LayerCall", "LayerMap", "LayerSpec", "Layers", "Mean", "Mode", "ModuleMap", "Draw",
+    "Outcome", "Recipe", "Root", "Setting", "TiedLayerSpec", "carried_buffers", "check_no_originals",
+    "compiled_with", "current_mode", "draws", "functional", "initial_buffers", "is_compiled", "layer_calls",
+    "modules_of", "name", "read", "recipe", "run", "with_buffers",
+]  # fmt: skip

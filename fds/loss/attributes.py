@@ -8,7 +8,6 @@ from its old value, and does the output depend on it?
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -19,27 +18,17 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fds import tree
+from fds.autodiff import nodes_behind
 from fds.errors import LossError, LossWarning
 from fds.loss.compiled import is_compiled
 from fds.loss.copies import Absent
-from fds.loss.watching import Watching
+from fds.loss.module_copies import Watching
 
-_COPYING = {  # operators whose result holds the values of their input, possibly rearranged
-    "_to_copy",
-    "clone",
-    "copy_",
-    "cat",
-    "stack",
-    "repeat",
-    "constant_pad_nd",
-    "_unsafe_view",
-    "_reshape_alias",
-    "index",
-    "index_select",
-    "slice_scatter",
-    "lift_fresh",
-    "slice_copy",
-}
+# operators whose result holds the values of their input, possibly rearranged
+_COPYING = {
+    "_to_copy", "clone", "copy_", "cat", "stack", "repeat", "constant_pad_nd", "_unsafe_view", "_reshape_alias",
+    "index", "index_select", "slice_scatter", "lift_fresh", "slice_copy",
+}  # fmt: skip
 _OVERWRITING = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "resize_", "set_", "index_put_"}
 
 
@@ -67,14 +56,14 @@ class Dependencies(Watching):
         for x in tree.leaves(out):
             if isinstance(x, Tensor):
                 self.copies[x], self.results[x] = copies, results
-        if inputs and name.endswith("_") and name not in _OVERWRITING and (own := self.memory.get(_memory(inputs[0]))):
-            self.changed.add(own)
+        if inputs and name.endswith("_") and name not in _OVERWRITING and _memory(inputs[0]) in self.memory:
+            self.changed.add(self.memory[_memory(inputs[0])])
         return out
 
     def _copies(self, x: Tensor) -> set[str]:
-        own = self.memory.get(_memory(x))
+        attribute = self.memory.get(_memory(x))
         names = self.copies.get(x) or set()
-        return names if own is None else {*names, own}
+        return names if attribute is None else {*names, attribute}
 
     def is_result(self, name: str, new: Tensor) -> bool:
         """Say whether a tensor, or one that shares its memory, was computed from the attribute of this name."""
@@ -102,9 +91,16 @@ class AttributeWatch:
         if trains:
             call.warn_of_losses(out)
         counted = call.counted()
-        if self.counted is not None:
-            _warn_of_counts(sorted(name for name, by in counted.items() if self.counted.get(name) == by))
-        self.over = self.counted is not None or not (counted or call.has_new_tensors())
+        has_new_tensors = not _tensors(call.module).keys() <= call.tensors.keys()
+        if names := sorted(name for name, by in counted.items() if self.counted and self.counted.get(name) == by):
+            warnings.warn(
+                f"forward changes numbers in every call: {', '.join(names)}. They are kept in a copy of the module, not"
+                " in the state, so no save has them, and a step that is repeated goes on counting: count in a buffer"
+                " (register_buffer), or pass the number as an argument",
+                LossWarning,
+                stacklevel=2,
+            )
+        self.over = self.counted is not None or not (counted or has_new_tensors)
         self.counted = counted
 
 
@@ -115,10 +111,6 @@ class ObservedCall:
         self.module = module
         self.tensors, self.numbers = _tensors(module), _numbers(module)
         self.dependencies = Dependencies(self.tensors) if self.tensors else None
-
-    def observed(self) -> contextlib.AbstractContextManager:
-        """Return the context in which the call has to run."""
-        return contextlib.nullcontext() if self.dependencies is None else self.dependencies
 
     def check_state(self) -> None:
         """Raise `LossError` where an attribute was computed from its own old value."""
@@ -142,13 +134,7 @@ class ObservedCall:
         scalars = {n: x for n, x in new.items() if x.dim() == 0 and x.is_floating_point() and x.grad_fn is not None}
         if not scalars:
             return
-        seen = {x.grad_fn for x in tree.leaves(out) if isinstance(x, Tensor)}
-        todo = [node for node in seen if node is not None]
-        while todo:
-            for node, _ in todo.pop().next_functions:
-                if node is not None and node not in seen:
-                    seen.add(node)
-                    todo.append(node)
+        seen = set(nodes_behind(tree.leaves(out)))
         if alone := sorted(name for name, x in scalars.items() if x.grad_fn not in seen):
             warnings.warn(
                 f"forward of a {type(self.module).__name__} keeps a scalar in {', '.join(alone)}, which its output does"
@@ -162,21 +148,6 @@ class ObservedCall:
         """Return the numbers that changed, and by how much; 0 for floats, whose changes vary."""
         new = {name: (self.numbers[name], x) for name, x in _numbers(self.module).items() if name in self.numbers}
         return {name: x - old if type(x) is int else 0.0 for name, (old, x) in new.items() if x != old}
-
-    def has_new_tensors(self) -> bool:
-        """Say whether an attribute holds a tensor that held none before."""
-        return not _tensors(self.module).keys() <= self.tensors.keys()
-
-
-def _warn_of_counts(names: list[str]) -> None:
-    if names:
-        warnings.warn(
-            f"forward changes numbers in every call: {', '.join(names)}. They are kept in a copy of the module, not in"
-            " the state, so no save has them, and a step that is repeated goes on counting: count in a buffer"
-            " (register_buffer), or pass the number as an argument",
-            LossWarning,
-            stacklevel=2,
-        )
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -16,8 +16,7 @@ from torch.utils import _python_dispatch
 
 from fds import random, tree
 from fds.errors import ComposeError, LossError
-from fds.loss import traced
-from fds.loss.compiled import lent
+from fds.loss import compiled
 from fds.loss.modes import current
 from fds.loss.modules import Apply
 from fds.loss.values import total_of
@@ -49,9 +48,9 @@ class Compiler:
 
         A loss holds all functions that it calls, so their ids stay their own.
         """
-        known = _known.setdefault(loss, {})
+        compilers = _known.setdefault(loss, {})
         key = tuple(x if isinstance(x, Hashable) else repr(x) for x in arguments.values())
-        return known.get(key) or known.setdefault(key, cls(arguments, text))
+        return compilers.get(key) or compilers.setdefault(key, cls(arguments, text))
 
     def __repr__(self) -> str:
         return self.text
@@ -68,8 +67,8 @@ class Compiler:
             self._look(apply.with_buffers, (params, buffers), (x,))
             module = apply.traced[key]
         where = f"layer {apply.prefix.rstrip('.')}, a {type(apply.source).__name__}"
-        code = traced.call_on_copy if in_place else traced.call
-        params, scope = lent(params)
+        code = compiled.call_on_copy if in_place else compiled.call
+        params, scope = compiled.lent(params)
         with scope:
             kind = self.alone.get(id(module), module.kind)
             try:
@@ -85,53 +84,53 @@ class Compiler:
         """Return what a function of tensors returns: a layer without parameters, or a criterion."""
         if _is_watched():
             return function(*args)
-        kind = self._looked_at(function, (), args)
-        return self._run(traced.call_function, kind, where, function, tuple(args))
+        kind = self._look_once(function, (), args)
+        return self._run(compiled.call_function, kind, where, function, tuple(args))
 
     def loss(self, function: Callable, args: Sequence[Any], where: str) -> Any:
         """Return what a whole loss returns."""
         if _is_watched():
             return function(*args)
-        kind, now = self._looked_at(function, args[:1], args[1:], is_loss=True), current()
+        kind, now = self._look_once(function, args[:1], args[1:], is_loss=True), current()
         if not now.evaluating:
-            return self._run(traced.call_function, kind, where, function, tuple(args))
+            return self._run(compiled.call_function, kind, where, function, tuple(args))
         carried = {} if now.carried is None else now.carried.values
-        value, shown = self._run(traced.call_and_show, kind, where, function, tuple(args), carried)
+        value, shown = self._run(compiled.call_and_show, kind, where, function, tuple(args), carried)
         if now.seen is not None:
             now.seen[:] = shown
         return value
 
-    def _looked_at(
-        self, function: Callable, params: Sequence[Any], given: Sequence[Any], *, is_loss: bool = False
+    def _look_once(
+        self, function: Callable, params: Sequence[Any], args: Sequence[Any], *, is_loss: bool = False
     ) -> Hashable:
         """Run a function uncompiled, the first time in this mode; return what its compiled code is found by."""
         kind = (id(function), current().key)
         if kind not in self.looked:
-            self._look(function, params, given, is_loss=is_loss)
+            self._look(function, params, args, is_loss=is_loss)
             self.looked.add(kind)
         return kind
 
-    def _look(self, function: Callable, params: Sequence[Any], given: Sequence[Any], *, is_loss: bool = False) -> None:
+    def _look(self, function: Callable, params: Sequence[Any], args: Sequence[Any], *, is_loss: bool = False) -> None:
         """Run a function uncompiled, and drop what it returns, draws, saves and writes into what it is given."""
-        given = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, given)
-        traced.now.looking = (self.number, *current().key)
+        args = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, args)
+        compiled.now.looking = (self.number, *current().key)
         try:
             with (
                 random.scope(random.in_use()),
                 # A checkpoint's hooks count what is saved, and its modes what is called. Kept as it is, an output would
                 # keep the graph that keeps it.
-                torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _same),
+                torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x),
                 _python_dispatch._disable_current_modes(),
             ):
-                value = function(*params, *given)
+                value = function(*params, *args)
             current().check_graph(total_of(value) if is_loss else None)
         finally:
-            traced.now.looking = None
+            compiled.now.looking = None
 
     def _run(self, code: Callable, kind: Hashable, where: str, *args: Any) -> Any:
         """Call the compiled function of a kind. Raises `LossError` for what torch.compile refuses."""
-        function = self.functions.get(kind) or self.functions.setdefault(kind, self._compiled(code))
-        before, traced.now.key = traced.now.key, (self.number, *current().key)
+        function = self.functions.get(kind) or self.functions.setdefault(kind, self._compile(code))
+        before, compiled.now.key = compiled.now.key, (self.number, *current().key)
         try:
             return function(*args)
         except Exception as error:
@@ -140,17 +139,17 @@ class Compiler:
                 self._raise(error, where)
             raise
         finally:
-            traced.now.key = before
+            compiled.now.key = before
 
-    def _compiled(self, code: Callable) -> Callable:
+    def _compile(self, code: Callable) -> Callable:
         """Return a compiled function, with a code object and a name of its own.
 
         torch limits how many versions each object has, and by name remembers which sizes change from call to call.
         """
         name = f"{code.__name__}_{self.number}_{len(self.functions)}"
-        own: Any = types.FunctionType(code.__code__.replace(co_name=name), code.__globals__, name)
+        traced: Any = types.FunctionType(code.__code__.replace(co_name=name), code.__globals__, name)
         try:
-            return torch.compile(own, **self.arguments)
+            return torch.compile(traced, **self.arguments)
         except RuntimeError as error:
             raise ComposeError(
                 "torch.compile does not take this", where="compile", got=str(error)[:400], want="its arguments"
@@ -188,10 +187,6 @@ def _hint(error: Exception) -> str:
         )
     untraced = type(error).__name__ in ("Unsupported", "UserError")  # the latter: a branch on a value of a tensor
     return "fds.compile(fullgraph=False) lets what cannot be traced run uncompiled" if untraced else ""
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 @attrs.frozen(eq=False, repr=False)

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fds.errors import LossError
-
-# A dict or list, the key in it, and the name of the parameter or buffer that belongs there.
-Location = tuple[Any, Any, str]
+from fds.loss.compiled import Location
 
 
 class Absent(nn.Parameter):
@@ -47,9 +45,9 @@ class Absent(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():  # private; how Tensor.__torch_function__ itself avoids recursion
             if func.__name__ in _ABOUT or (func.__name__ == "__get__" and func.__self__.__name__ in _ABOUT):
                 return func(*args, **(kwargs or {}))
-        found = next((x for x in _flat((args, kwargs or {})) if isinstance(x, Absent)), None)
-        name = "" if found is None else found.path
-        if found is not None and found.computed:
+        absent = next((x for x in _flat((args, kwargs or {})) if isinstance(x, Absent)), None)
+        name = "" if absent is None else absent.path
+        if absent is not None and absent.computed:
             raise LossError(
                 "the module reads a tensor that was computed before the call and is not computed in it",
                 where=name,
@@ -75,40 +73,11 @@ class Absent(nn.Parameter):
 
 _ATOMS = {bool, int, float, str}
 _ABOUT = {
-    "shape",
-    "size",
-    "dim",
-    "ndim",
-    "ndimension",
-    "stride",
-    "storage_offset",
-    "numel",
-    "nelement",
-    "dtype",
-    "device",
-    "layout",
-    "itemsize",
-    "nbytes",
-    "element_size",
-    "requires_grad",
-    "is_leaf",
-    "grad",
-    "grad_fn",
-    "_version",
-    "is_meta",
-    "is_cuda",
-    "is_cpu",
-    "is_sparse",
-    "is_quantized",
-    "is_nested",
-    "is_floating_point",
-    "is_complex",
-    "is_inference",
-    "is_contiguous",
-    "_backward_hooks",
-    "__hash__",
-    "__len__",
-}
+    "shape", "size", "dim", "ndim", "ndimension", "stride", "storage_offset", "numel", "nelement", "dtype",
+    "device", "layout", "itemsize", "nbytes", "element_size", "requires_grad", "is_leaf", "grad", "grad_fn",
+    "_version", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested", "is_floating_point",
+    "is_complex", "is_inference", "is_contiguous", "_backward_hooks", "__hash__", "__len__",
+}  # fmt: skip
 
 
 def out_of_reach(name: str, what: str, got: str) -> LossError:
@@ -122,12 +91,12 @@ def out_of_reach(name: str, what: str, got: str) -> LossError:
     )
 
 
-def references(module: nn.Module) -> list[int]:
+def count_references(module: nn.Module) -> list[int]:
     """Return how many references there are to a module and to each of its parts."""
     return [sys.getrefcount(part) for part in module.modules()]
 
 
-def structural(module: nn.Module) -> tuple[nn.Module, list[Location]]:
+def copy_structure(module: nn.Module) -> tuple[nn.Module, list[Location]]:
     """Return a copy of a module's structure, and the further locations where it holds parameters and buffers.
 
     Those are other than their registered names: attributes, lists, closures. Parameters become `Absent`, buffers are
@@ -136,11 +105,11 @@ def structural(module: nn.Module) -> tuple[nn.Module, list[Location]]:
     memo: dict[int, Any] = {id(b): b.detach().clone() for b in module.buffers()}
     for name, p in module.named_parameters():
         memo[id(p)] = Absent.of(p, name)
-    live = _unrelated(module)
+    live = _find_unrelated(module)
     memo |= {id(x): x for x in live}
     for path, part in module.named_modules():  # computed in every call, as by weight_norm and prune
-        for name, held in vars(part).items():
-            for x in held.values() if type(held) is dict else held if type(held) in (list, tuple) else (held,):
+        for name, value in vars(part).items():
+            for x in value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,):
                 if isinstance(x, Tensor) and x.grad_fn is not None and id(x) not in memo:
                     memo[id(x)] = Absent.of(x, f"{path}.{name}" if path else name, computed=True)
     try:
@@ -153,31 +122,31 @@ def structural(module: nn.Module) -> tuple[nn.Module, list[Location]]:
             want="a module that copy.deepcopy takes",
             hint="one that keeps activations in other objects must release them",
         ) from error
-    return copied, list(_rebound(copied, _Rebinding(memo, _memory(module)), live))
+    return copied, list(_rebind_references(copied, _Rebinding(memo, _memory(module)), live))
 
 
-def _unrelated(module: nn.Module) -> list[nn.Module]:
+def _find_unrelated(module: nn.Module) -> list[nn.Module]:
     """Return modules that a module holds only in lists, tuples and dicts, as a teacher is hidden from `parameters()`.
 
     They are not part of the module, so copies share them and see later changes. Modules that have submodules,
     parameters or buffers in common with it are not among them.
     """
-    own = {id(x) for x in [*module.modules(), *module.parameters(), *module.buffers()]}
+    parts = {id(x) for x in [*module.modules(), *module.parameters(), *module.buffers()]}
     registered = {id(x) for part in module.modules() for x in (part._modules, part._parameters, part._buffers)}
     todo = [x for part in module.modules() for x in vars(part).values() if id(x) not in registered]
-    found: list[nn.Module] = []
+    unrelated: list[nn.Module] = []
     seen: set[int] = set()
     while todo:
         x = todo.pop()
-        if id(x) in seen or id(x) in own:
+        if id(x) in seen or id(x) in parts:
             continue
         seen.add(id(x))
         if isinstance(x, nn.Module):
-            if not _leads_to(x, own):
-                found.append(x)
+            if not _leads_to(x, parts):
+                unrelated.append(x)
         elif type(x) in (list, tuple, dict):
             todo.extend(x.values() if isinstance(x, dict) else x)
-    return found
+    return unrelated
 
 
 def _memory(module: nn.Module) -> dict[int, str]:
@@ -187,13 +156,13 @@ def _memory(module: nn.Module) -> dict[int, str]:
     return {x.untyped_storage()._cdata: name for name, x in named if real(x)}
 
 
-def _leads_to(module: nn.Module, own: set[int]) -> bool:
+def _leads_to(module: nn.Module, targets: set[int]) -> bool:
     """Say whether any of these objects can be reached from a module, through its functions too."""
     todo: list[Any] = [module]
     seen: set[int] = set()
     while todo:
         x = todo.pop()
-        if id(x) in own:
+        if id(x) in targets:
             return True
         if id(x) not in seen:
             seen.add(id(x))
@@ -201,40 +170,40 @@ def _leads_to(module: nn.Module, own: set[int]) -> bool:
     return False
 
 
-def _rebound(module: nn.Module, rebind: _Rebinding, live: Sequence[nn.Module]) -> Iterator[Location]:
+def _rebind_references(module: nn.Module, rebind: _Rebinding, live: Sequence[nn.Module]) -> Iterator[Location]:
     """Replace references of a copy to its original, in place; yield where the copy holds parameters and buffers."""
     names: dict[int, str] = {id(x): n for n, x in [*module.named_parameters(), *module.named_buffers()]}
     parts = list(module.modules())
-    registered = {id(held) for part in parts for held in (part._parameters, part._buffers, part._modules)}
+    registered = {id(container) for part in parts for container in (part._parameters, part._buffers, part._modules)}
     copies = {id(x) for x in rebind.memo.values()}  # with what is created here, all that may be written to
     copies -= {id(x) for x in live}
     todo: list[Any] = [vars(part) for part in parts]
     seen = {id(x) for x in parts}
     views = rebind.views()
     while todo:
-        held = todo.pop()
-        for key, x in list(held.items() if isinstance(held, dict) else enumerate(held)):
+        container = todo.pop()
+        for key, x in list(container.items() if isinstance(container, dict) else enumerate(container)):
             if x is None or type(x) in _ATOMS or id(x) in seen:
                 continue
             if id(x) in names:
-                if id(held) not in registered:
-                    yield held, key, names[id(x)]
+                if id(container) not in registered:
+                    yield container, key, names[id(x)]
                 continue
             if not (isinstance(x, dict | list) and id(x) in copies):
                 new: Any = rebind(x) if id(x) not in views else Absent.of(cast(Tensor, x), views[id(x)])
                 if new is not x:
-                    held[key] = x = new
+                    container[key] = x = new
             if id(x) in copies or id(x) in rebind.replacements:
                 seen.add(id(x))
-                todo += _holders(x, held, key)
+                todo += _holders(x, container, key)
 
 
-def _holders(x: Any, held: Any, key: Any) -> list[Any]:
+def _holders(x: Any, container: Any, key: Any) -> list[Any]:
     """Return the containers inside an object that can be written to: dicts, lists and `_Items`."""
     if isinstance(x, dict | list):
         return [x]
     if isinstance(x, tuple):
-        return [_Items(lambda: held[key], lambda new: held.__setitem__(key, new))]
+        return [_Items(lambda: container[key], lambda new: container.__setitem__(key, new))]
     if isinstance(x, types.FunctionType):
         cells = [
             _Items(lambda c=c: (c.cell_contents,), lambda new, c=c: setattr(c, "cell_contents", new[0]))
@@ -244,8 +213,8 @@ def _holders(x: Any, held: Any, key: Any) -> list[Any]:
         defaults = _Items(lambda: x.__defaults__ or (), lambda new: setattr(x, "__defaults__", new))
         return [*cells, defaults, x.__kwdefaults__ or {}, x.__dict__]
     if isinstance(x, functools.partial):
-        own: Any = x
-        return [_Items(lambda: x.args, lambda new: own.__setstate__((x.func, new, x.keywords, vars(x)))), x.keywords]
+        f: Any = x
+        return [_Items(lambda: x.args, lambda new: f.__setstate__((x.func, new, x.keywords, vars(x)))), x.keywords]
     return [vars(x)] if hasattr(x, "__dict__") else []
 
 
@@ -279,8 +248,8 @@ class _Rebinding:
     def views(self) -> dict[int, str]:
         """Return the copies, by id, that were views of parameters and buffers (`self.w.data`), and their names."""
         originals = self.memo.get(id(self.memo), [])  # where copy.deepcopy keeps alive what it has copied
-        found = ((x, self._viewed(x)) for x in originals if id(x) in self.memo)
-        return {id(self.memo[id(x)]): name for x, name in found if name is not None}
+        named = ((x, self._viewed(x)) for x in originals if id(x) in self.memo)
+        return {id(self.memo[id(x)]): name for x, name in named if name is not None}
 
     def _viewed(self, x: Any) -> str | None:
         """Return the parameter or buffer of which a plain tensor is a view."""
@@ -305,8 +274,8 @@ class _Rebinding:
         if id(x) in seen:
             return False
         seen.add(id(x))
-        known = lambda y: id(y) in self.memo or self._viewed(y) is not None
-        return any(known(y) or self._reaches(y, seen) for y in _held_by(x))
+        is_replaced = lambda y: id(y) in self.memo or self._viewed(y) is not None
+        return any(is_replaced(y) or self._reaches(y, seen) for y in _held_by(x))
 
     def _replacement(self, x: Any) -> Any:
         if isinstance(x, types.FunctionType):

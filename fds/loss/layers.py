@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from fds import _html, random
 from fds.errors import BatchError, LossError
-from fds.loss.behaviour import may_draw
 from fds.loss.compiling import Compiler
+from fds.loss.modes import may_draw
 from fds.loss.modules import Apply, functional
-from fds.loss.recipes import Recipe, every
-from fds.loss.specs import LayerSpec
+from fds.loss.recipes import LayerSpec, Recipe, every
 
 
 @attrs.frozen(eq=False)
@@ -39,14 +38,14 @@ class Layer:
         if self.apply is None:
             assert self.function is not None
             return self.function(x) if compiler is None else compiler.function(self.function, (x,), "a layer"), {}
-        mine = {local: params[name] for name, local in self.params.items()}
-        held = {local: buffers[name] for name, local in self.buffers.items()}
+        own_params = {local: params[name] for name, local in self.params.items()}
+        state = {local: buffers[name] for name, local in self.buffers.items()}
         if compiler is not None:
-            out, new = compiler.module(self.apply, mine, held, x, in_place=self.in_place)
+            out, new = compiler.module(self.apply, own_params, state, x, in_place=self.in_place)
         elif not self.buffers:
-            return self.apply(mine, x), {}
+            return self.apply(own_params, x), {}
         else:
-            out, new = self.apply.with_buffers(mine, held, x)
+            out, new = self.apply.with_buffers(own_params, state, x)
         return out, {name: new[local] for name, local in self.buffers.items()}
 
 
@@ -145,7 +144,7 @@ class Layers:
     def __str__(self) -> str:
         """Name each kind of layer once where several follow each other, modules by their classes."""
         of = lambda f: type(f).__name__ if isinstance(f, nn.Module) else getattr(f, "__name__", "") or repr(f)
-        kinds = [(word, len(list(some))) for word, some in itertools.groupby(map(of, self.layers))]
+        kinds = [(word, len(list(same))) for word, same in itertools.groupby(map(of, self.layers))]
         words = ", ".join(word if n == 1 else f"{n} x {word}" for word, n in kinds)
         by = "" if self.compiler is None else f", each through {self.compiler}"
         return f"Layers({words}; criterion={of(self.criterion)}){by}"
@@ -254,27 +253,27 @@ class Layers:
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the initial buffers of all layers."""
-        found: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         for i in range(len(self)):
             if self.owner(i) == i:
-                found.update(self.layer(i).initial_buffers)
-        return found
+                buffers.update(self.layer(i).initial_buffers)
+        return buffers
 
     def sources(self) -> dict[str, Tensor]:
-        """Return the tensors from which the buffers were initialized; `Carried` identifies modules by them."""
-        found: dict[str, Tensor] = {}
+        """Return the tensors from which the buffers were initialized; `StateBuffers` identifies modules by them."""
+        sources: dict[str, Tensor] = {}
         for i in range(len(self)):
             layer = self.layer(i)
             if layer.apply is not None and self.owner(i) == i:
-                found.update((name, layer.apply.initial[local]) for name, local in layer.buffers.items())
-        return found
+                sources.update((name, layer.apply.initial[local]) for name, local in layer.buffers.items())
+        return sources
 
     def owner(self, index: int) -> int:
         """Return the index of the first layer that shares this layer's parameters: `index`, unless it is tied."""
-        own = self.layers[index]
-        if isinstance(own, LayerSpec) and own.key is not None:
-            return next(i for i, s in enumerate(self.layers) if isinstance(s, LayerSpec) and s.key == own.key)
-        return next(i for i, s in enumerate(self.layers) if s is own) if isinstance(own, nn.Module) else index
+        layer = self.layers[index]
+        if isinstance(layer, LayerSpec) and layer.key is not None:
+            return next(i for i, s in enumerate(self.layers) if isinstance(s, LayerSpec) and s.key == layer.key)
+        return next(i for i, s in enumerate(self.layers) if s is layer) if isinstance(layer, nn.Module) else index
 
     def _prefix(self, index: int) -> str:
         spec = self.layers[index]
@@ -302,7 +301,7 @@ class Layers:
         if not isinstance(module, nn.Module):
             return Layer(None, module, {}, {}, {}, may_draw(module), False, self.compiler)
         names = [name for name, _ in module.named_parameters()]
-        held = [name for name, _ in module.named_buffers() if _persistent(module, name)]
+        persistent = [name for name, _ in module.named_buffers() if _persistent(module, name)]
         values = dict(module.named_buffers())
         use, local = module, ""
         if spec_forward := getattr(spec, "forward_fn", None) if isinstance(spec, LayerSpec) else None:
@@ -312,8 +311,8 @@ class Layers:
             apply,
             None,
             {prefix + n: local + n for n in names},
-            {prefix + n: local + n for n in held},
-            {prefix + n: values[n].detach().clone() for n in held},
+            {prefix + n: local + n for n in persistent},
+            {prefix + n: values[n].detach().clone() for n in persistent},
             may_draw(use),
             _writes_over_input(module),
             self.compiler,

@@ -1,21 +1,25 @@
-"""Evaluate a loss of any kind on one microbatch: calls are seeded, and wrapped by the layer maps."""
+"""Losses of any kind: one microbatch of one, its calls seeded and wrapped by the layer maps; the modules of one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fds import random
 from fds.errors import ComposeError
 from fds.loss import compiled
-from fds.loss.carried import Carried
 from fds.loss.compiling import CompiledLoss, Compiler
 from fds.loss.layers import Layers
 from fds.loss.modes import Mode, mode
+from fds.loss.module_copies import StateBuffers
+from fds.loss.modules import Apply
 from fds.loss.values import Buffered, Outcome, read
 
 
@@ -91,10 +95,10 @@ class Setting:
         """
         first = calls[0].layers[0] if calls[0].layers else 0
         for index, layer_map in reversed(list(enumerate(self.maps))):
-            given, known = calls, self.at(layer_map, "layers", index, first)
-            calls = check_calls(layer_map, layer_map(list(given), known), given)
+            before, call_of_map = calls, self.at(layer_map, "layers", index, first)
+            calls = check_calls(layer_map, layer_map(list(before), call_of_map), before)
             if random.draws(layer_map):
-                old = {id(call) for call in given}  # they are alive: nobody else has their id
+                old = {id(call) for call in before}  # they are alive: nobody else has their id
                 calls = [
                     call if id(call) in old else self._seeded(call, "layer", index, first + at)
                     for at, call in enumerate(calls)
@@ -109,23 +113,23 @@ class Setting:
         return call.replaced(run)
 
 
-def check_calls(layer_map: LayerMap, calls: Any, given: Sequence[LayerCall]) -> list[LayerCall]:
+def check_calls(layer_map: LayerMap, calls: Any, before: Sequence[LayerCall]) -> list[LayerCall]:
     """Return what a layer map returned. Raises `ComposeError` unless it is a list of functions, at most as many.
 
     Plain functions, as many as there were calls, stand for the calls in their places.
     """
-    if isinstance(calls, list | tuple) and 0 < len(calls) <= len(given) and all(map(callable, calls)):
-        known = given if len(calls) == len(given) else [LayerCall(call) for call in calls]
+    if isinstance(calls, list | tuple) and 0 < len(calls) <= len(before) and all(map(callable, calls)):
+        places = before if len(calls) == len(before) else [LayerCall(call) for call in calls]
         return [
-            call if isinstance(call, LayerCall) else before.replaced(call)
-            for call, before in zip(calls, known, strict=True)
+            call if isinstance(call, LayerCall) else place.replaced(call)
+            for call, place in zip(calls, places, strict=True)
         ]
-    many = isinstance(calls, list | tuple) and len(calls) > len(given)
+    many = isinstance(calls, list | tuple) and len(calls) > len(before)
     raise ComposeError(
         "a layer map returned more calls than it was given" if many else "a layer map returned no calls",
         where=f"station 'layer', {getattr(layer_map, '__name__', layer_map)}",
         got=f"{len(calls)} calls" if many else repr(calls)[:80],
-        want=f"a list of 1 to {len(given)} LayerCalls, or functions of one argument",
+        want=f"a list of 1 to {len(before)} LayerCalls, or functions of one argument",
     )
 
 
@@ -143,12 +147,12 @@ def initial_buffers(loss: Any) -> dict[str, Tensor]:
     return loss.buffers if isinstance(loss, Buffered) else {}
 
 
-def carried_buffers(loss: Any, eval_loss: Any, buffers: dict[str, Tensor]) -> Carried | None:
+def carried_buffers(loss: Any, eval_loss: Any, buffers: dict[str, Tensor]) -> StateBuffers | None:
     """Return the state's buffers for an `eval_loss` that does not take them; None if it does, or if there are none."""
     if not buffers or isinstance(eval_loss, Buffered | Layers):
         return None
     initial = loss.sources() if isinstance(loss, Layers) else initial_buffers(loss)
-    return Carried({name: x for name, x in initial.items() if name in buffers}, buffers)
+    return StateBuffers({name: x for name, x in initial.items() if name in buffers}, buffers)
 
 
 def run(loss: Any, params: Any, batch: Any, buffers: dict[str, Tensor], setting: Setting) -> Outcome:
@@ -203,18 +207,80 @@ def layer_calls(
     loss: Layers, indices: Iterable[int], params: Any, current: dict[str, Tensor], setting: Setting
 ) -> list[LayerCall]:
     """Return the calls of some layers, in order, for one microbatch; each writes its new buffers into `current`."""
-    given: dict[int, dict[str, Tensor]] = {}
+    old: dict[int, dict[str, Tensor]] = {}
 
     def layer_call(index: int) -> LayerCall:
         layer = loss.layer(index)
 
-        def one(x: Any) -> Any:
-            first = index not in given  # a recomputation finds the buffers of the first run, and its updates are lost
-            out, new = layer(params, given.setdefault(index, dict(current)) if layer.buffers else {}, x)
+        def run_layer(x: Any) -> Any:
+            first = index not in old  # a recomputation finds the buffers of the first run, and its updates are lost
+            out, new = layer(params, old.setdefault(index, dict(current)) if layer.buffers else {}, x)
             if first:
                 current.update(new)
             return out
 
-        return LayerCall(setting.call(index, one), (index,), layer.in_place)
+        return LayerCall(setting.call(index, run_layer), (index,), layer.in_place)
 
     return [layer_call(i) for i in indices]
+
+
+class Found(NamedTuple):
+    """A module that a loss runs copies of: its structure, parameters on meta.
+
+    `number` and `prefix` are those of the `Root` of its copies; `paths` of all its parameters lead to their names.
+    """
+
+    number: int
+    prefix: str
+    module: nn.Module
+    paths: dict[str, str]
+
+
+def modules_of(loss: Any) -> list[Found]:
+    """Return the modules of a loss, in the order of its layers, or as they are found."""
+    if isinstance(loss, Layers):
+        applies = [loss.layer(i).apply for i in range(len(loss))]
+    else:
+        applies = list(_reached(loss))
+    unique = {x.number: x for x in applies if x is not None}
+    return [Found(x.number, x.prefix, x.source, x.param_paths) for x in unique.values()]
+
+
+def _reached(loss: Any) -> Iterator[Apply]:
+    """Yield what a function reaches: its closure, defaults, globals that it names, and what it was bound to."""
+    todo, seen = [loss], set[int]()
+    while todo:
+        x = todo.pop()
+        if id(x) in seen or isinstance(x, type | types.ModuleType):
+            continue
+        seen.add(id(x))
+        if isinstance(x, Apply):
+            yield x
+        elif isinstance(x, Buffered):
+            todo.append(x.loss_fn)
+        elif isinstance(x, CompiledLoss):
+            todo.append(x.function)
+        elif isinstance(x, functools.partial):
+            todo += [x.func, *x.args, *x.keywords.values()]
+        elif isinstance(x, types.MethodType):
+            todo += [x.__func__, x.__self__]
+        elif isinstance(x, types.FunctionType):
+            todo += [*inspect.getclosurevars(x).nonlocals.values(), *(x.__defaults__ or ())]
+            todo += [*(x.__kwdefaults__ or {}).values(), *_named_globals(x.__code__, x.__globals__)]
+        elif isinstance(x, list | tuple):
+            todo += x
+        elif isinstance(x, dict):
+            todo += x.values()
+        elif callable(x) and hasattr(x, "__dict__") and not isinstance(x, nn.Module):
+            todo += [*vars(x).values(), type(x).__call__]
+
+
+def _named_globals(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
+    """Yield the globals that code names, also in functions inside: `apply` values, and functions of the same file."""
+    for name in code.co_names:
+        x = names.get(name)
+        if isinstance(x, Apply) or (isinstance(x, types.FunctionType) and x.__globals__ is names):
+            yield x
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _named_globals(inner, names)

@@ -12,15 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from fds.errors import LossError
-from fds.loss import originals, traced
 from fds.loss.attributes import AttributeWatch
-from fds.loss.behaviour import warn_of_eval_mode, warn_of_hooks
-from fds.loss.compiled import untraced
-from fds.loss.copies import references, structural
-from fds.loss.mixed import in_float32, raise_if_mixed
-from fds.loss.modes import Mode, current
-from fds.loss.roots import Root, roots
-from fds.loss.variants import Run, Variant
+from fds.loss.compiled import Key, TracedModule, key_in_trace, now as in_trace, output, output_and_buffers, untraced
+from fds.loss.copies import copy_structure, count_references
+from fds.loss.modes import Mode, current, in_float32, raise_if_mixed, warn_of_eval_mode, warn_of_hooks
+from fds.loss.module_copies import (
+    CallResult,
+    ModuleCopy,
+    OriginalsWatch,
+    Root,
+    check_no_originals,
+    register_originals,
+    roots,
+)
 
 _UNTRACED = (
     "fds.functional runs a copy of the module; compile the loss by fds.compile() in the composition, or the module: "
@@ -44,7 +48,7 @@ class Apply:
     constants: dict[str, Tensor] = attrs.field(repr=False)  # copies of the buffers; never written to
     initial: dict[str, Tensor] = attrs.field(repr=False)  # the buffers that `functional` returned; they identify it
     prefix: str = ""  # of these names in the whole tree of parameters
-    variants: dict[tuple, list[Variant]] = attrs.field(factory=dict, repr=False)  # idle copies, by mode
+    idle: dict[tuple, list[ModuleCopy]] = attrs.field(factory=dict, repr=False)  # idle copies, by mode
     frozen: frozenset[str] = frozenset()  # names of parameters with requires_grad=False in the module
     silent: frozenset[str] = frozenset()  # buffers that may be written to without a new version
     probed: set[tuple] = attrs.field(factory=set, repr=False)  # modes in which a call left all buffers as they were
@@ -52,7 +56,7 @@ class Apply:
     looked: set[tuple] = attrs.field(factory=set, repr=False)  # modes in which a call read none of the originals
     watches: dict[tuple, AttributeWatch] = attrs.field(factory=dict, repr=False)  # of plain attributes, by mode
     threaded: list[bool] = attrs.field(factory=list, repr=False)  # holds True once `with_buffers` was called
-    traced: dict[traced.Key, traced.TracedModule] = attrs.field(factory=dict, repr=False)  # for code that is compiled
+    traced: dict[Key, TracedModule] = attrs.field(factory=dict, repr=False)  # for code that is compiled
 
     def __call__(
         self, params: dict[str, Tensor], *args: Any, buffers: dict[str, Tensor] | None = None, **kwargs: Any
@@ -62,17 +66,17 @@ class Apply:
         Raises `LossError` where the module changes its buffers, or where an `eval_fn` does not say which they are.
         """
         if torch.compiler.is_compiling():
-            key = traced.key_in_trace()
+            key = key_in_trace()
             if key in self.traced:
-                return traced.output(self.traced[key], params, buffers, args, kwargs)
+                return output(self.traced[key], params, buffers, args, kwargs)
         return self._call(params, args, buffers, kwargs)
 
     @untraced(_UNTRACED)
     def _call(self, params: dict, args: tuple, buffers: dict[str, Tensor] | None, kwargs: dict) -> Any:
         carried: dict[str, Tensor] = {}
         if buffers is None:
-            known = current().carried
-            buffers = carried = {} if known is None else known.of(self)
+            state_buffers = current().carried
+            buffers = carried = {} if state_buffers is None else state_buffers.of(self)
         before = {**self.constants, **buffers}
         run = self._run(params, before, args, kwargs)
         self._check_unchanged(before, run, set(before))
@@ -82,10 +86,10 @@ class Apply:
     def __deepcopy__(self, memo: dict) -> Apply:
         copied = attrs.evolve(
             self,
-            source=structural(self.source)[0],
+            source=copy_structure(self.source)[0],
             constants=copy.deepcopy(self.constants, memo),
             initial=copy.deepcopy(self.initial, memo),
-            variants={},
+            idle={},
             probed=set(),
             looked=set(),
             watches={},
@@ -101,9 +105,9 @@ class Apply:
         Raises `LossError` where the module changes a buffer that was not passed.
         """
         if torch.compiler.is_compiling():
-            key = traced.key_in_trace()
+            key = key_in_trace()
             if key in self.traced:
-                return traced.output_and_buffers(self.traced[key], params, buffers, args, kwargs)
+                return output_and_buffers(self.traced[key], params, buffers, args, kwargs)
         return self._call_with_buffers(params, buffers, args, kwargs)
 
     @untraced(_UNTRACED)
@@ -118,33 +122,34 @@ class Apply:
 
     def _make_traceable(self, carried: dict[str, Tensor]) -> None:
         """Where a loss is run before it is compiled, prepare this module for that."""
-        key = traced.now.looking
+        key = in_trace.looking
         if key is not None and not torch.compiler.is_compiling():
             if key not in self.traced:
                 now = current()
-                self.traced[key] = traced.TracedModule.of(self._new_variant(now), self.constants, now)
-            self.traced[key].find(carried, current().carried)
+                self.traced[key] = self._new_copy(now).as_traced(self.constants, now.key)
+            state_buffers = current().carried
+            self.traced[key].find(carried, {} if state_buffers is None else state_buffers.values)
 
-    def _run(self, params: dict, buffers: dict, args: tuple, kwargs: dict) -> Run:
+    def _run(self, params: dict, buffers: dict, args: tuple, kwargs: dict) -> CallResult:
         """Run the module on copies of the buffers."""
         self._check_arguments(params, buffers)
         now = current()
         if buffers:
             device = next((x.device for x in params.values()), None)
             buffers = {name: b.detach().to(device, copy=True) for name, b in buffers.items()}
-        variant, release = self._take(now, params)
+        copied, release = self._take(now, params)
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in params.values())
         inputs, kind = (params, args, kwargs), (*now.key, trains)
         first = kind not in self.looked and not torch.compiler.is_compiling()
         watch = self.watches.get(kind) or self.watches.setdefault(kind, AttributeWatch())
-        call = None if watch.over else watch.begin(variant.module)
-        held = references(variant.module) if now.busy is None and torch.is_grad_enabled() else None
+        call = None if watch.over else watch.begin(copied.module)
+        before = count_references(copied.module) if now.busy is None and torch.is_grad_enabled() else None
         try:
             with (
-                originals.OriginalsWatch(self.number, inputs) if first and not trains else _NOTHING,
-                _NOTHING if call is None else call.observed(),
+                OriginalsWatch(self.number, inputs) if first and not trains else _NOTHING,
+                _NOTHING if call is None or call.dependencies is None else call.dependencies,
             ):
-                run = variant.run(params, buffers, args, kwargs)
+                run = copied.run(params, buffers, args, kwargs)
             if call is not None:
                 watch.end(call, run.out, trains=trains)
         except BaseException as error:
@@ -152,7 +157,7 @@ class Apply:
             if now.low and isinstance(error, RuntimeError):
                 raise_if_mixed(error, params, buffers)
             raise
-        if held is None or held == references(variant.module):
+        if before is None or before == count_references(copied.module):
             release()  # otherwise a graph holds submodules of this copy, to recompute them: the copy is not reused
         if first:
             self._check_first_call(now, run.out, inputs, trains=trains)
@@ -177,12 +182,12 @@ class Apply:
     def _check_first_call(self, now: Mode, out: Any, inputs: tuple, *, trains: bool) -> None:
         """Check that a first call used only the parameters that it was given, and warn of eval mode."""
         if trains:
-            originals.check_no_originals(out, inputs, self.number)
+            check_no_originals(out, inputs, self.number)
         in_layers = bool(self.prefix) and not self.names  # a layer without parameters: the others are trained
         if now.busy is not None and not now.evaluating and (trains or in_layers):
             warn_of_eval_mode(self.source)
 
-    def _check_unchanged(self, old: dict[str, Tensor], run: Run, names: set[str]) -> None:
+    def _check_unchanged(self, old: dict[str, Tensor], run: CallResult, names: set[str]) -> None:
         """Raise `LossError` where the call changed these buffers: their updates would be lost.
 
         An assignment is seen by the identity of the tensor, a write by its version. `F.batch_norm` and writes through
@@ -204,33 +209,33 @@ class Apply:
                 "in Layers, register the buffer as persistent",
             )
 
-    def _take(self, now: Mode, params: dict) -> tuple[Variant, Callable[[], None]]:
+    def _take(self, now: Mode, params: dict) -> tuple[ModuleCopy, Callable[[], None]]:
         """Return a copy of the module for this call alone, and the function that returns it to the idle ones.
 
         Within a step a copy keeps its parameters until after backward, since a module that checkpoints its own layers
         recomputes them there; another call with the same parameters shares the copy.
         """
-        for owner, variant, _ in now.busy or ():
-            if owner is self and all(held[key] is params[name] for held, key, name in variant.params):
-                return variant, lambda: None
-        free = self.variants.setdefault(now.key, [])
+        for owner, copied, _ in now.busy or ():
+            if owner is self and all(place[key] is params[name] for place, key, name in copied.params):
+                return copied, lambda: None
+        free = self.idle.setdefault(now.key, [])
         try:
-            variant = free.pop()
+            copied = free.pop()
         except IndexError:  # the first call, or all copies are in use by other threads
-            variant = self._new_variant(now)
+            copied = self._new_copy(now)
         if now.busy is not None:
-            now.busy.append((self, variant, free))
-            return variant, lambda: None
+            now.busy.append((self, copied, free))
+            return copied, lambda: None
 
         def release() -> None:
-            variant.clear()
-            free.append(variant)
+            copied.clear()
+            free.append(copied)
 
-        return variant, release
+        return copied, release
 
-    def _new_variant(self, now: Mode) -> Variant:
+    def _new_copy(self, now: Mode) -> ModuleCopy:
         """Return a copy of the module in this mode."""
-        module, aliases = structural(self.source)  # the source is never run, so it never changes
+        module, aliases = copy_structure(self.source)  # the source is never run, so it never changes
         root = roots[module] = Root(self.number, self.prefix)
         if now.evaluating:
             module.eval()
@@ -241,7 +246,7 @@ class Apply:
         split = lambda paths: [(*path.rpartition(".")[::2], name) for path, name in paths.items()]
         params = [(parts[owner]._parameters, key, name) for owner, key, name in split(self.param_paths)]
         buffers = [(parts[owner]._buffers, key, name) for owner, key, name in split(self.buffer_paths)]
-        return Variant(module, params, buffers, aliases)
+        return ModuleCopy(module, params, buffers, aliases)
 
 
 @torch.inference_mode(False)
@@ -289,11 +294,11 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     param_paths: dict[str, str] = {}
     buffer_paths: dict[str, str] = {}
     for path, part in module.named_modules():  # each module once, however many names it has
-        for paths, own in ((param_paths, part._parameters), (buffer_paths, part._buffers)):
-            paths.update((f"{path}.{n}" if path else n, names[id(x)]) for n, x in own.items() if x is not None)
+        for paths, tensors in ((param_paths, part._parameters), (buffer_paths, part._buffers)):
+            paths.update((f"{path}.{n}" if path else n, names[id(x)]) for n, x in tensors.items() if x is not None)
     frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
     silent = frozenset(name for path, name in buffer_paths.items() if _may_change_silently(module, path))
-    source, _ = structural(module)
+    source, _ = copy_structure(module)
     apply = Apply(
         source,
         param_paths,
@@ -303,7 +308,7 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
         buffers,
         frozen=frozen,
         silent=silent,
-        number=originals.note(module),
+        number=register_originals(module),
     )
     return apply, params, dict(buffers)
 

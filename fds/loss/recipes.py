@@ -1,10 +1,13 @@
-"""Recipes: initialize the parameters of a run from a key, one layer at a time."""
+"""What is built later: layers, where and when they are needed; parameters from a key, one layer at a time."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import attrs
 import torch
@@ -12,8 +15,104 @@ from torch import Tensor, nn
 
 from fds import random
 from fds.errors import LossError
-from fds.loss.record import Window
-from fds.loss.recorder import record
+from fds.loss.recorder import Window, record
+
+
+class LayerSpec:
+    """A layer that is built later, where it is needed: `LayerSpec(nn.Linear, 8, 8, bias=False)`.
+
+    Arguments may be specs too: `LayerSpec(nn.Sequential, LayerSpec(nn.Linear, 8, 8), nn.GELU())`. Raises `LossError`
+    for arguments whose values are already initialized, and so do not follow from the key: parameters, and modules with
+    parameters or buffers.
+    """
+
+    key: str | None = None
+    forward_fn: Callable[..., Any] | None = None
+
+    def __init__(self, cls: Callable[..., nn.Module], *args: Any, **kwargs: Any):
+        self.cls, self.args, self.kwargs = cls, args, kwargs
+        for x in _arguments((cls, args, kwargs)):
+            if isinstance(x, TiedLayerSpec):
+                raise LossError(
+                    "a tied layer inside another layer",
+                    where=repr(self),
+                    got=repr(x),
+                    want="Layers([..., TiedLayerSpec(...), ...], criterion)",
+                )
+            if _has_values(x):
+                raise LossError(
+                    "an argument of a layer was already initialised, from torch's global generator",
+                    where=_name(cls),
+                    got=f"{x}"[:80],
+                    want=f"LayerSpec({_name(cls)}, LayerSpec(nn.Linear, ...), ...)",
+                    hint="to keep the values of a module, make it a layer: Layers([module, ...])",
+                )
+
+    def build(self) -> nn.Module:
+        """Build the layer and return it; every call builds another one."""
+        args, kwargs = _build_specs((self.args, self.kwargs))
+        return self.cls(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        words = [_name(self.cls), *map(repr, self.args)]
+        return f"{type(self).__name__}({', '.join(words + [f'{k}={v!r}' for k, v in self.kwargs.items()])})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares its parameters with all layers of the same `key`; they are named `<key>.<name>`.
+
+    `forward_fn(module, x)` computes this use of the layer (an embedding used as the output projection).
+    The first layer of a key is built, and determines the initial values.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        cls: Callable[..., nn.Module],
+        *args: Any,
+        forward_fn: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(cls, *args, **kwargs)
+        if key[:1].isdecimal():
+            raise LossError(
+                "the key of a tied layer begins with a digit, as other layers' names do", got=repr(key), want="a word"
+            )
+        self.key, self.forward_fn = key, forward_fn
+
+
+def _arguments(x: Any) -> Iterator[Any]:
+    """Yield the arguments of a layer, also those inside lists, tuples, dicts, specs and partial functions."""
+    if isinstance(x, dict):
+        x = tuple(x.values())
+    if isinstance(x, functools.partial):
+        x = (x.func, *x.args, *x.keywords.values())
+    if type(x) is LayerSpec:
+        x = (x.cls, *x.args, *x.kwargs.values())
+    if isinstance(x, list | tuple | set | frozenset):
+        for y in x:
+            yield from _arguments(y)
+    else:
+        yield x
+
+
+def _has_values(x: Any) -> bool:
+    if isinstance(x, nn.Module):
+        return any(True for _ in (*x.parameters(), *x.buffers()))
+    return isinstance(x, nn.Parameter) or (inspect.ismethod(x) and _has_values(x.__self__))
+
+
+def _build_specs(x: Any) -> Any:
+    """Return arguments with the specs among them built, in order."""
+    if isinstance(x, LayerSpec):
+        return x.build()
+    if type(x) in (dict, OrderedDict):
+        return type(x)((key, _build_specs(y)) for key, y in x.items())
+    return type(x)(map(_build_specs, x)) if type(x) in (list, tuple) else x
+
+
+def _name(cls: Any) -> str:
+    return getattr(cls, "__name__", repr(cls))
 
 
 @attrs.frozen(eq=False)
@@ -71,7 +170,7 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Recipe:
         with random.python_seeded(key):
             recording = record(module_factory, key)
         if recording is None:
-            yield _built(module_factory, key)
+            yield _build(module_factory, key)
             return
         operations, params = recording
         del recording
@@ -89,13 +188,13 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Recipe:
         with torch.device("cpu"):  # whatever the device in force, nothing is allocated there
             with random.python_seeded(key):
                 recording = record(module_factory, key)
-            params = _built(module_factory, key) if recording is None else recording[1]
+            params = _build(module_factory, key) if recording is None else recording[1]
         return {name: _shape(x) for name, x in params.items()}
 
     return Recipe(trace, pieces)
 
 
-def _built(module_factory: Callable[[], nn.Module], key: Tensor) -> dict[str, Tensor]:
+def _build(module_factory: Callable[[], nn.Module], key: Tensor) -> dict[str, Tensor]:
     """Return the parameters of a module that is built for real."""
     with random.python_seeded(key), random.seeded(key):
         module = module_factory()

@@ -1,20 +1,143 @@
-"""Record the tensor operations of a function that builds a module, on `meta`: nothing is allocated or drawn."""
+"""Record the tensor operations of a function that builds a module, on `meta`, and replay them for a few tensors.
+
+Nothing is allocated or drawn while recording. A recorded tensor is a window onto a numbered storage, so views need no
+entry. Recorded operations are those that create storages or write to them. The value of a tensor is computed by
+replaying, in order, the operations on which its storage depends. A random operation is seeded by the key and its index,
+so its values do not depend on what else is replayed.
+"""
 
 from __future__ import annotations
 
+import bisect
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from fds import random, tree
-from fds.loss.record import Operation, Record, Window
+
+
+@attrs.frozen
+class Window:
+    """A recorded tensor: a view of storage number `storage`."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the view of a real storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+@attrs.frozen(eq=False)
+class Operation:
+    """A call `run(*args, **kwargs)`, in which windows stand for recorded tensors; other tensors are constants."""
+
+    run: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    reads: frozenset[int]  # storages whose values it depends on
+    writes: frozenset[int]  # storages that it creates or changes
+    created: dict[int, Window]  # index of a result -> window onto the storage created for it
+    draw: int | None = None  # index of this draw; None if it draws no random numbers
+
+
+@attrs.frozen(eq=False)
+class Record:
+    """Operations in order, and the storages that they use."""
+
+    operations: list[Operation] = attrs.field(factory=list)
+    writers: list[list[int]] = attrs.field(factory=list)  # storage -> indices of operations that write to it, in order
+    sizes: list[int] = attrs.field(factory=list)  # storage -> bytes
+    devices: list[torch.device] = attrs.field(factory=list)  # storage -> its device
+    drawn_on: set[torch.device] = attrs.field(factory=set)
+
+    def add_storage(self, num_bytes: int, device: torch.device) -> int:
+        """Add a storage, which holds zeros until it is written to, and return its number."""
+        self.writers.append([])
+        self.sizes.append(num_bytes)
+        self.devices.append(device)
+        return len(self.sizes) - 1
+
+    def add(self, operation: Operation) -> None:
+        """Append an operation."""
+        for storage in operation.writes:
+            self.writers[storage].append(len(self.operations))
+        self.operations.append(operation)
+
+    def replay(self, windows: Iterable[Window], key: Tensor) -> list[Tensor]:
+        """Return the final value of each window in new memory; intermediate storages are freed after their last use.
+
+        Torch's generators keep their states. Raises what the operations raise.
+        """
+        windows = list(windows)
+        kept = {w.storage for w in windows}
+        chosen, blank = self._needed(kept)
+        last = {s: i for i in chosen for s in self.operations[i].reads | self.operations[i].writes}
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def real(x: Any) -> Any:
+            if not isinstance(x, Window):
+                return x
+            if x.storage not in storages:
+                create = torch.zeros if x.storage in blank else torch.empty
+                size, device = self.sizes[x.storage], self.devices[x.storage]
+                storages[x.storage] = create(size, dtype=torch.uint8, device=device).untyped_storage()
+            return x.over(storages[x.storage])
+
+        with random.scope(self.drawn_on), torch.no_grad():
+            for i in chosen:
+                op = self.operations[i]
+                if op.draw is not None:
+                    random.reseed(random.seed(key, "draw", op.draw), self.drawn_on)
+                args, kwargs = tree.map(real, (op.args, op.kwargs))
+                results = tree.leaves(op.run(*args, **kwargs))
+                storages.update((w.storage, _as_recorded(results[index], w)) for index, w in op.created.items())
+                del args, kwargs, results
+                for storage in op.reads | op.writes:
+                    if last[storage] == i and storage not in kept:
+                        storages.pop(storage, None)
+            return [real(w) for w in windows]
+
+    def _needed(self, storages: Iterable[int]) -> tuple[list[int], set[int]]:
+        """Return the operations that final values depend on, in order, and storages that are read before written."""
+        chosen: set[int] = set()
+        blank: set[int] = set()
+        todo = [(s, len(self.operations)) for s in storages]
+        while todo:
+            storage, before = todo.pop()
+            place = bisect.bisect_left(self.writers[storage], before)
+            if place == 0:
+                blank.add(storage)
+            elif (i := self.writers[storage][place - 1]) not in chosen:
+                chosen.add(i)
+                todo += [(read, i) for read in self.operations[i].reads]
+        return sorted(chosen), blank
+
+
+def _as_recorded(x: Tensor, window: Window) -> torch.UntypedStorage:
+    """Return a storage of `x` in the recorded layout: a kernel may choose other strides than its shape function."""
+    if (x.stride(), x.storage_offset()) != (window.stride, window.offset):
+        copy = torch.empty_strided(window.shape, window.stride, dtype=x.dtype, device=x.device)
+        if window.offset:
+            whole = torch.empty(
+                copy.untyped_storage().nbytes() // x.itemsize + window.offset, dtype=x.dtype, device=x.device
+            )
+            copy = whole.as_strided(window.shape, window.stride, window.offset)
+        x = copy.copy_(x)
+    return x.untyped_storage()
+
 
 _aten = torch.ops.aten
 _BLANK = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
@@ -79,7 +202,7 @@ class _Recorder(TorchDispatchMode):
         flat, build = tree.flatten((args, kwargs))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         outside = [x for x in tensors if self.number(x) is None]
-        written, signature = _written(func, args, kwargs), _signature(func)
+        written, signature = _find_written(func, args, kwargs), _signature(func)
         if signature.draws:
             self.check_generators(flat)
         elif tensors and len(outside) == len(tensors) and (written or signature.views or signature.returns_values):
@@ -88,26 +211,30 @@ class _Recorder(TorchDispatchMode):
             raise _Unrecordable("a tensor on meta from outside")
         if signature.returns_values:
             return self._read_values(func, flat, build)
-        known = [n for x in written if (n := self.number(x)) is not None]
-        if len(known) < len(written):
+        numbers = [n for x in written if (n := self.number(x)) is not None]
+        if len(numbers) < len(written):
             raise _Unrecordable("writes to a tensor from outside")
         sizes = [x.untyped_storage().nbytes() for x in written]
         twins = {id(x): torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_META) for x in outside}
-        meta_args, meta_kwargs = build([_on_meta(x, twins) for x in flat])
+        meta_args, meta_kwargs = build([_META if isinstance(x, torch.device) else twins.get(id(x), x) for x in flat])
         if signature.takes_device:
             meta_kwargs.pop("pin_memory", None)
             if not tensors:
                 meta_kwargs["device"] = _META
         out = func(*meta_args, **meta_kwargs)
-        if [self.number(x) for x in written] != known or [x.untyped_storage().nbytes() for x in written] != sizes:
+        if [self.number(x) for x in written] != numbers or [x.untyped_storage().nbytes() for x in written] != sizes:
             raise _Unrecordable("replaces or resizes a storage")
-        if {x.untyped_storage()._cdata for x in twins.values()} & {_address(x) for x in tree.leaves(out)}:
+        storages = {x.untyped_storage()._cdata for x in twins.values()}
+        if any(isinstance(x, Tensor) and x.untyped_storage()._cdata in storages for x in tree.leaves(out)):
             raise _Unrecordable("a view of a tensor from outside")
-        device = self._device_of(tensors)
-        created = self._created(out, next((_moved(x, device) for x in flat if isinstance(x, torch.device)), device))
-        writes = frozenset([*known, *(w.storage for w in created.values())])
+        by_size = sorted(tensors, key=lambda x: x.dim() == 0)  # 0-d ones, which may be on the CPU, last
+        device = next((self.device(x) or x.device for x in by_size), self.home)
+        created = self._add_created(
+            out, next((_replace_meta(x, device) for x in flat if isinstance(x, torch.device)), device)
+        )
+        writes = frozenset([*numbers, *(w.storage for w in created.values())])
         if writes and func.overloadpacket not in _BLANK:
-            args, kwargs = build([self._recorded(_moved(x, device)) for x in flat])
+            args, kwargs = build([self._to_window(_replace_meta(x, device)) for x in flat])
             self._add(func, args, kwargs, writes, created, signature.draws, func.overloadpacket in _OVERWRITING)
         return out
 
@@ -187,7 +314,7 @@ class _Recorder(TorchDispatchMode):
         args, kwargs = build(flat)
         return func(*args, **kwargs)
 
-    def _created(self, out: Any, device: torch.device) -> dict[int, Window]:
+    def _add_created(self, out: Any, device: torch.device) -> dict[int, Window]:
         """Add the new storages to the record, and return the windows onto them by the index of the result."""
         created = {}
         for index, x in enumerate(tree.leaves(out)):
@@ -198,12 +325,7 @@ class _Recorder(TorchDispatchMode):
                 created[index] = self.window(x)
         return created
 
-    def _device_of(self, tensors: list[Tensor]) -> torch.device:
-        """Return the device of an operation: that of its tensors, 0-d ones on the CPU last."""
-        by_size = sorted(tensors, key=lambda x: x.dim() == 0)
-        return next((self.device(x) or x.device for x in by_size), self.home)
-
-    def _recorded(self, x: Any) -> Any:
+    def _to_window(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             return x.detach().clone() if self.number(x) is None else self.window(x)
         return x
@@ -254,7 +376,7 @@ class _Signature:
 _signature = functools.cache(_Signature)
 
 
-def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+def _find_written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
     signature = _signature(func)
     if not signature.written_names:
         return []
@@ -263,14 +385,6 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
     return [x for x in tree.leaves((by_position, by_name)) if isinstance(x, Tensor)]
 
 
-def _moved(x: Any, device: torch.device) -> Any:
+def _replace_meta(x: Any, device: torch.device) -> Any:
     """Return `device` in place of `meta`, other arguments as they are."""
     return device if isinstance(x, torch.device) and x == _META else x
-
-
-def _on_meta(x: Any, twins: dict[int, Tensor]) -> Any:
-    return _META if isinstance(x, torch.device) else twins.get(id(x), x)
-
-
-def _address(x: Any) -> int | None:
-    return x.untyped_storage()._cdata if isinstance(x, Tensor) else None

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fds.collectives.dry import dry
+from fds.collectives.links import dry
 from fds.errors import DiskError, checked_call, expanded, is_a, is_int, is_number
 from fds.media import arena
 from fds.media.drive import Drive, Threads

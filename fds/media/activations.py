@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fds.collectives import Axis
-from fds.collectives.dry import dry
+from fds.collectives.links import dry
 from fds.errors import LossError
 from fds.media.medium import Medium
 

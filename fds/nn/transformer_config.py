@@ -155,21 +155,21 @@ class TransformerConfig:
         Settings that are replaced here are ignored. Raises `KernelError` for unknown names and for missing sizes and
         dropout ratios, which have no safe default.
         """
-        known = {field.name for field in attrs.fields(cls)}
-        unknown = settings.keys() - known - ELSEWHERE
+        fields = {field.name for field in attrs.fields(cls)}
+        unknown = settings.keys() - fields - ELSEWHERE
         if unknown:
             name = min(unknown)
             raise KernelError(
                 f"{name} is not a setting of DeepSpeed's transformer kernel",
                 where=name,
                 got=repr(settings[name]),
-                hint=did_you_mean(name, known | ELSEWHERE),
+                hint=did_you_mean(name, fields | ELSEWHERE),
             )
         values: dict = dict.fromkeys(("hidden_size", "heads", "attn_dropout_ratio", "hidden_dropout_ratio"), -1)
         values |= {"return_tuple": settings.get("huggingface", False)} | dict(settings)
         optional = {"batch_size", "intermediate_size", "num_hidden_layers", "initializer_range"}
-        own: dict = {n: x for n, x in values.items() if n in known and not (x == -1 and n in optional)}
-        return cls(**own)
+        chosen: dict = {n: x for n, x in values.items() if n in fields and not (x == -1 and n in optional)}
+        return cls(**chosen)
 
     @property
     def approximate(self) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
-from fds.collectives.memory import performing
+from fds.collectives.simulation import performing
 from fds.profiling.modules import PHASES, Phase, Watching, tensors_of
 
 Shape = Sequence[int]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fds import _html, loss as losses
-from fds.collectives.planned import planned
+from fds.collectives.meshes import planned
 from fds.collectives.traffic import counting
 from fds.errors import FdsError, checked_call, is_a
 from fds.optim import Optimizer

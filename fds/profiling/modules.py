@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import (
 
 from fds import tree
 from fds.loss.modes import current as mode_of_loss
-from fds.loss.roots import Root, roots
+from fds.loss.module_copies import Root, roots
 
 Phase = Literal["forward", "recomputation", "backward", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "recomputation", "backward", "update")

@@ -16,9 +16,8 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fds import tree
-from fds.collectives.dry import dry
-from fds.collectives.links import Collective, Exchange, Work
-from fds.collectives.memory import performing
+from fds.collectives.links import Collective, Exchange, Work, dry
+from fds.collectives.simulation import performing
 from fds.collectives.traffic import Traffic
 from fds.errors import FdsError
 from fds.profiling.counting import by_name

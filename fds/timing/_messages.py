@@ -13,8 +13,7 @@ import attrs
 import torch
 
 from fds.collectives import Axis, mesh, worlds
-from fds.collectives.links import Collective, Work
-from fds.collectives.reductions import bytes_sent
+from fds.collectives.links import Collective, Work, bytes_sent
 from fds.collectives.traffic import MessageKind, Traffic, counting
 from fds.errors import FdsError, checked_call, is_a, nearest
 from fds.step import Description

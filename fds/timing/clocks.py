@@ -17,7 +17,7 @@ from fds import tree
 from fds.collectives.links import Collective, Work
 from fds.collectives.traffic import Traffic
 from fds.errors import FdsError, did_you_mean, is_a, is_int
-from fds.loss.roots import roots
+from fds.loss.module_copies import roots
 from fds.profiling.modules import ModuleHooks, tensors_of
 from fds.state import State
 from fds.step.ranges import Clock, profiled

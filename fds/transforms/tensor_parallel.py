@@ -23,7 +23,7 @@ from fds.collectives import Axis
 from fds.errors import FLAG, ComposeError, LossError, Rule, count, did_you_mean, instance
 from fds.loss import Found, Root, modules_of
 from fds.nn.parallel import auto, plan as plans
-from fds.nn.parallel.dropout import become_dropout
+from fds.nn.parallel.heads import become_dropout
 from fds.nn.parallel.linear import Piece
 from fds.nn.parallel.mistakes import Planned
 from fds.nn.parallel.plan import Column, Heads, Part, Row, Sequence as Block, Vocab, Whole

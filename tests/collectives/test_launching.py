@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fds
-from fds.collectives import launch, meeting
+from fds.collectives import joining, launch
 from fds.collectives.launch import STARTERS, Launch, launched
 from tests import ranks
 from tests.house.test_readme import blocks
@@ -288,7 +288,7 @@ def test_every_start_of_the_same_ranks_has_a_name_of_its_own_in_a_store_that_sta
     def start(size: int) -> set[str]:
         with futures.ThreadPoolExecutor(size) as ranks:
             end = time.monotonic() + limit.total_seconds()
-            name = lambda rank: meeting._name_of_start(store, Launch(rank, size, 0), limit, end)
+            name = lambda rank: joining._name_of_start(store, Launch(rank, size, 0), limit, end)
             return set(ranks.map(name, range(size)))
 
     store.set("asks 1", "a rank that died before it was answered")

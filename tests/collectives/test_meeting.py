@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch.distributed as dist
 
-from fds.collectives import meeting
+from fds.collectives import joining
 from fds.collectives.launch import Launch, launched
 from fds.errors import FdsError, MeshError, RankError
 
@@ -17,14 +17,14 @@ from fds.errors import FdsError, MeshError, RankError
 def meet(*launches: Launch, limit: float = 5.0, later: float = 0.0, monkeypatch) -> list:
     """Let processes meet, each a thread with a name of its own; return a store or an error for each."""
     names = threading.local()
-    monkeypatch.setattr(meeting, "_name", lambda: names.name)
+    monkeypatch.setattr(joining, "_name", lambda: names.name)
     results: list = [None] * len(launches)
 
     def run(i: int, launch: Launch) -> None:
         names.name, start = f"{i}.{i} on host", time.monotonic()
         time.sleep(later * (i + 1 == len(launches)))
         try:
-            results[i] = meeting.meet(launch, None, datetime.timedelta(seconds=limit))
+            results[i] = joining.meet(launch, None, datetime.timedelta(seconds=limit))
         except FdsError as error:
             assert time.monotonic() - start < limit + 3
             results[i] = error
@@ -85,14 +85,14 @@ def test_another_job_is_refused_and_the_one_that_waits_hears_of_it(ranks, other,
 def test_a_second_rank_0_is_told_that_the_port_is_taken(ranks):
     taken = dist.TCPStore("127.0.0.1", ranks(2)[0].port, 2, True, wait_for_workers=False)
     with pytest.raises(MeshError, match=r"(?s)cannot wait for the others at this port.*MASTER_PORT"):
-        meeting.meet(ranks(2)[0], None, datetime.timedelta(seconds=1))
+        joining.meet(ranks(2)[0], None, datetime.timedelta(seconds=1))
     del taken
 
 
 @pytest.mark.parametrize("method", ["tcp://host", "tcp://host:99999", "nothing", "tcp://:1"])
 def test_what_is_no_meeting_place_is_refused(method):
     with pytest.raises(MeshError, match="init_method"):
-        meeting.meet(Launch(0, 2, 0), method, datetime.timedelta(seconds=1))
+        joining.meet(Launch(0, 2, 0), method, datetime.timedelta(seconds=1))
 
 
 @pytest.mark.parametrize("port", ["0", "99999", "-1"])

@@ -2,28 +2,223 @@
 
     out = softmax(scale * q k^T) v,  masked, over the tokens of all ranks        q, k, v and out: this rank's tokens
 
-Two methods compute it: `ulysses` (fds/nn/parallel/ulysses.py) exchanges heads for tokens, and sends little; `ring`
-(fds/nn/parallel/ring.py) passes keys and values around while it computes, with any number of heads. docs/sequence.md
-compares them.
+Two methods compute it: `ulysses_attention` exchanges heads for tokens, and sends little; `ring_attention` passes keys
+and values around while it computes, with any number of heads. docs/sequence.md compares them.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
+import attrs
+import torch
 from torch import Tensor
 
 from fds import kernels
-from fds.collectives import Axis
+from fds.collectives import Axis, all_gather, all_to_all
+from fds.collectives.links import Work
 from fds.errors import KernelError, is_a, is_int
-from fds.kernels import arguments
+from fds.kernels import arguments, partial_attention as partial
 from fds.kernels.arguments import attention as check, positive
+from fds.kernels.operators import Function, first_order
 from fds.loss import current_mode
 from fds.loss.compiled import untraced
 from fds.nn.parallel import checking, tokens
-from fds.nn.parallel.ring import ring_attention
-from fds.nn.parallel.ulysses import ulysses_attention
-from fds.nn.parallel.zigzag import LAYOUTS, Layout
+from fds.nn.parallel.zigzag import LAYOUTS, Layout, in_order, in_zigzag
+
+EVERY = slice(None)
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, causal: bool, key_padding: Tensor | None, scale: float,
+    layout: Layout,
+) -> Tensor:  # fmt: skip
+    """Return this rank's part of attention, (B, H, S/N, D), by passing keys and values around a ring of ranks.
+
+    Each of N ranks has S / N tokens. It computes attention of its queries over its keys while these are on their way to
+    the next rank, then over those that came from the rank before, and so on for N steps;
+    `fds.kernels.partial_attention` says how the parts are merged, in float32. Backward goes around once more:
+    gradients of keys and values travel with them, and one step further, home.
+
+    What is masked as a whole is not computed. With `causal` and contiguous parts that is nearly half, but the last rank
+    has none of it and all wait for that rank; with the zig-zag order (`fds.nn.zigzag`) each rank has half::
+
+        keys of            this rank      an earlier one             a later one
+        contiguous         causal         all                        none
+        zig-zag            causal         all x their first chunk    second chunk x all
+
+    Sends: per rank (N - 1) 2 B G S/N D elements forward; backward as much, and N times 2 B G S/N D gradients in
+    float32.
+    Keeps: q, k, v and out of this rank's tokens, and lse (B, H, S/N) float32; other ranks' k and v only while it runs.
+    Sources: Liu et al. 2023, arXiv:2310.01889; Dao et al. 2022, arXiv:2205.14135 (partial results).
+    """
+    if key_padding is not None:
+        key_padding = all_gather(key_padding.view(torch.uint8), axis, 1).view(torch.bool)
+    return _Ring.apply(q, k, v, key_padding, axis.used_for("attention"), causal, scale, layout)[0]
+
+
+def seen_part(source: int, axis: Axis, length: int, causal: bool, layout: Layout) -> tuple[slice, slice, bool] | None:
+    """Return which of this rank's queries see which keys of `source`, and whether causally; None where none do.
+
+    `length` is the tokens of a rank.
+    """
+    if not causal or source == axis.index:
+        return EVERY, EVERY, causal
+    half, is_earlier = length // 2, source < axis.index
+    if layout == "zigzag":
+        return (EVERY, slice(half), False) if is_earlier else (slice(half, None), EVERY, False)
+    return (EVERY, EVERY, False) if is_earlier else None
+
+
+class _Ring(Function):
+    @staticmethod
+    def forward(q, k, v, key_padding, axis, causal, scale, layout) -> tuple[Tensor, Tensor]:
+        b, h, s, d = q.shape
+        out = q.new_zeros((b, s, h, d), dtype=arguments.width(q)).transpose(1, 2)  # merging heads makes no copy
+        lse = torch.full((b, h, s), -torch.inf, dtype=out.dtype, device=q.device)
+        for source, pair in _pass_around(torch.stack([k, v]), axis):
+            if seen := seen_part(source, axis, s, causal, layout):
+                rows, keys, is_causal = seen
+                queries, mask = q[:, :, rows], _of_keys(key_padding, source, s, keys)
+                part = partial.forward(queries, *pair[:, :, :, keys], causal=is_causal, key_padding=mask, scale=scale)
+                partial.merge(out[:, :, rows], lse[:, :, rows], *part)
+        return out.to(q.dtype), lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.save_for_backward(*inputs[:4], *output)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # or zeros would be made for lse
+        ctx.options = inputs[4:]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * 8
+        return *first_order(_Gradients(*ctx.options), dout, *ctx.saved_tensors), *[None] * 5
+
+
+@attrs.frozen
+class _Gradients:
+    """The backward pass, in the form in which `first_order` takes one."""
+
+    axis: Axis
+    causal: bool
+    scale: float
+    layout: Layout
+    name: str = "ring_attention_backward"
+
+    def __call__(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv."""
+        s = q.shape[2]
+        dq, late = torch.zeros_like(q, dtype=lse.dtype), None
+        for source, pair in _pass_around(torch.stack([k, v]), self.axis):
+            grads = torch.zeros_like(pair, dtype=lse.dtype)
+            if seen := seen_part(source, self.axis, s, self.causal, self.layout):
+                rows, keys, is_causal = seen
+                mask, (k_s, v_s) = _of_keys(key_padding, source, s, keys), pair[:, :, :, keys]
+                dout_s, q_s, out_s, lse_s = (x[:, :, rows] for x in (dout, q, out, lse))
+                dq_s, dk, dv = partial.backward(
+                    dout_s, q_s, k_s, v_s, out_s, lse_s, causal=is_causal, key_padding=mask, scale=self.scale
+                )
+                dq[:, :, rows] += dq_s
+                grads[0][:, :, keys], grads[1][:, :, keys] = dk, dv
+            if late is not None:  # of the same keys, from the ranks before
+                grads += late.wait()
+            late = _Passed.on(grads, self.axis)
+        assert late is not None
+        dk, dv = late.wait().to(k.dtype)
+        return dq.to(q.dtype), dk, dv
+
+
+def _pass_around(x: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
+    """Yield every rank's `x`, this rank's first and then those of the ranks before, with the rank.
+
+    Each is passed on while the caller works with it.
+    """
+    for step in range(axis.size):
+        passed = _Passed.on(x, axis) if step + 1 < axis.size else None
+        yield (axis.index - step) % axis.size, x
+        if passed is not None:
+            x = passed.wait()
+
+
+@attrs.frozen
+class _Passed:
+    """A tensor on its way to the next rank, and one of the same shape that comes from the rank before."""
+
+    works: tuple[Work, Work]
+    x: Tensor
+
+    @classmethod
+    def on(cls, x: Tensor, axis: Axis) -> _Passed:
+        """Start to send a contiguous tensor, and to receive one."""
+        n, received = axis.size, torch.empty_like(x)
+        if axis.index % 2:  # or on two ranks of NCCL both would send first, and neither receive
+            before = axis.start_recv(received, (axis.index - 1) % n)
+            return cls((before, axis.start_send(x, (axis.index + 1) % n)), received)
+        sent = axis.start_send(x, (axis.index + 1) % n)
+        return cls((sent, axis.start_recv(received, (axis.index - 1) % n)), received)
+
+    def wait(self) -> Tensor:
+        """Return what came."""
+        for work in self.works:
+            work.wait()
+        return self.x
+
+
+def _of_keys(key_padding: Tensor | None, source: int, length: int, keys: slice) -> Tensor | None:
+    """Return the key padding of these keys of a rank, of that of the whole sequence."""
+    return None if key_padding is None else key_padding[:, source * length : (source + 1) * length][:, keys]
+
+
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, causal: bool, key_padding: Tensor | None, scale: float | None,
+    layout: Layout,
+) -> Tensor:  # fmt: skip
+    """Return this rank's part of attention, (B, H, S/N, D), by exchanging heads for tokens: DeepSpeed-Ulysses.
+
+    Each of N ranks has S / N tokens of all heads; one all-to-all gives it all S tokens of H / N heads, attention runs
+    as on one rank, and another all-to-all gives the result back::
+
+        q, k, v (B, H + 2K, S/N, D) -> (B, (H + 2K)/N, S, D) -> out (B, H/N, S, D) -> (B, H, S/N, D)
+
+    K is the number of heads of keys G where N divides it, else the least common multiple of both: heads are repeated
+    for the ranks that read the same.
+
+    Sends: (N - 1) / N of B S/N D (2H + 2K) elements forward, as much backward, in two messages each.
+    Keeps: q, k, v and out of H / N heads for all tokens: as many elements as of one rank's H heads for S / N tokens.
+    Source: Jacobs et al. 2023, arXiv:2309.14509, section 3.
+
+    Raises `KernelError` where the ranks do not divide the heads of q.
+    """
+    n, heads = axis.size, q.shape[1]
+    if heads % n:
+        raise KernelError(
+            "each rank computes as many heads",
+            where=f"q, axis {axis.name!r}",
+            got=f"{heads} heads on {n} ranks",
+            want=f"a multiple of {n} heads",
+            hint='method="ring" takes any number of them',
+        )
+    k, v = (x.repeat_interleave(math.lcm(x.shape[1], n) // x.shape[1], dim=1) for x in (k, v))
+    counts = heads // n, k.shape[1] // n, v.shape[1] // n  # heads of this rank
+    sent = torch.cat([x.unflatten(1, (n, -1)) for x in (q, k, v)], 2).flatten(1, 2)
+    whole = all_to_all(sent, axis, split_dim=1, concat_dim=2)
+    if key_padding is not None:
+        key_padding = all_gather(key_padding.view(torch.uint8), axis, 1).view(torch.bool)
+    reorders = layout == "zigzag" and causal  # without a mask of positions any order is right
+    if reorders:
+        whole = in_order(whole, n, 2)
+        key_padding = None if key_padding is None else in_order(key_padding, n, 1)
+    out = kernels.attention(*whole.split_with_sizes(counts, 1), causal=causal, key_padding=key_padding, scale=scale)
+    out = in_zigzag(out, n, 2) if reorders else out
+    return all_to_all(out, axis, split_dim=2, concat_dim=1)
+
 
 Method = Literal["ulysses", "ring"]
 METHODS = {"ulysses": ulysses_attention, "ring": ring_attention}
@@ -93,9 +288,9 @@ def _check_names(axis: Any, method: Any, layout: Any) -> None:
         raise KernelError(
             "axis is not an axis", where="attention", got=repr(axis)[:80], want='fds.mesh(sp=-1)["sp"], or None'
         )
-    for name, value, known in (("method", method, tuple(METHODS)), ("layout", layout, LAYOUTS)):
-        if value not in known:
-            want = " or ".join(map(repr, known))
+    for name, value, choices in (("method", method, tuple(METHODS)), ("layout", layout, LAYOUTS)):
+        if value not in choices:
+            want = " or ".join(map(repr, choices))
             raise KernelError(f"no such {name}", where="attention", got=repr(value)[:80], want=want)
 
 

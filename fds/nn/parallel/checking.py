@@ -33,13 +33,13 @@ def rate(where: str, dropout: Any) -> None:
         )
 
 
-def factory(where: str, given: Mapping[str, Any]) -> None:
+def factory(where: str, options: Mapping[str, Any]) -> None:
     """Raise `LossError` for what is not a device and a floating-point dtype."""
-    for name in given:
+    for name in options:
         if name not in ("device", "dtype"):
             hint = did_you_mean(name, ["device", "dtype"])
             raise LossError(f"{where} takes no {name}", where=name, want="device= or dtype=", hint=hint)
-    dtype, device = given.get("dtype"), given.get("device")
+    dtype, device = options.get("dtype"), options.get("device")
     if dtype is not None and not (is_a(dtype, torch.dtype) and dtype.is_floating_point):
         raise LossError(
             f"{where}: dtype is not of floating-point numbers",

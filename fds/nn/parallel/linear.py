@@ -1,7 +1,8 @@
-"""Linear layers of which every rank of a tensor axis has a piece: by columns, and by rows.
+"""Linear layers and embeddings of which every rank of a tensor axis has a piece.
 
     column   y_r = enter(x) @ W_r^T + b_r         W_r, b_r: this rank's rows of (out, in), its columns of the product
     row      y = leave(x_r @ W_r^T) + b           W_r: this rank's columns of (out, in); b whole, added once
+    vocab    y = leave(W_r[ids])                  W_r: this rank's rows; 0 for ids of others
 
 A row after a column, with anything elementwise between, is the two plain layers. On one rank both are plain.
 Sends: a row the activation (all_reduce), and a column as much in backward; with parts of sequences, each gathers and
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from fds.errors import LossError, is_int
 from fds.nn.parallel import checking
-from fds.nn.parallel.region import Region, joined_features
+from fds.nn.parallel.region import Region, join_features, ranges
 
 
 class Piece:
@@ -121,7 +122,7 @@ def through_columns(layer: Piece, x: Tensor, weight: Tensor, bias: Tensor | None
     else:
         y = F.linear(region.enter(x, run=layer.run), weight, bias)
     if layer.gather:
-        return joined_features(y, region.axis, layer.cut)
+        return join_features(y, region.axis, layer.cut)
     region.inside_of(layer.cut, y)
     return y
 
@@ -144,12 +145,12 @@ def is_product(module: nn.Module) -> bool:
         return False
     if type(module) is nn.Linear:
         return True
-    own = module._parameters  # pyright: ignore[reportPrivateUsage]
-    if own.keys() != {"weight", "bias"} or any(module.children()) or module.weight.dim() != 2:
+    params = module._parameters  # pyright: ignore[reportPrivateUsage]
+    if params.keys() != {"weight", "bias"} or any(module.children()) or module.weight.dim() != 2:
         return False
     num_out, num_in = 3, 5
     x, w, b = (torch.arange(1.0, 1 + n) ** 0.5 for n in (4 * num_in, num_out * num_in, num_out))
-    x, w, b = x.view(2, 2, num_in).sin(), w.view(num_out, num_in).cos(), b if own["bias"] is not None else None
+    x, w, b = x.view(2, 2, num_in).sin(), w.view(num_out, num_in).cos(), b if params["bias"] is not None else None
     small = copy.copy(module)
     small.__dict__ |= {"_parameters": {"weight": w, "bias": b}, "in_features": num_in, "out_features": num_out}
     for small.training in (True, False):
@@ -176,3 +177,55 @@ def lengths(parts: int | tuple[int, ...], whole: int, where: str) -> tuple[int, 
         got=repr(parts)[:80],
         want=f"how many equal ones, or their lengths, which add up to {whole}",
     )
+
+
+class VocabEmbedding(Piece, nn.Embedding):
+    """An embedding whose rows are divided over the tensor axis of `fds.tensor_parallel`; a plain one without it.
+
+    Args:
+        num_embeddings: how many rows, on all ranks together.
+        embedding_dim: how long each is.
+        padding_idx: of the row that is 0 and gets no gradient, from -num_embeddings on; None for none.
+
+    Raises `LossError` for anything else.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, **factory: Any):
+        checking.sizes("VocabEmbedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        if padding_idx is not None and not (is_int(padding_idx) and -num_embeddings <= padding_idx < num_embeddings):
+            raise LossError(
+                "VocabEmbedding: there is no such row",
+                where="padding_idx",
+                got=repr(padding_idx)[:80],
+                want=f"an int in [-{num_embeddings}, {num_embeddings}), or None",
+            )
+        checking.factory("VocabEmbedding", factory)
+        super().__init__(num_embeddings, embedding_dim, padding_idx, **factory)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows (..., features) of ids (...) int64."""
+        region = self.region
+        if region is None:
+            return super().forward(input)
+        first, count = ranges(sum(self.cut), region.axis)[region.axis.index]
+        local = input - first
+        elsewhere = (local < 0) | (local >= count)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        local_padding = padding if padding is not None and 0 <= padding < count else None
+        weight, ids = self.weight, local.masked_fill(elsewhere, 0)
+        rows = F.embedding(ids, weight, local_padding, sparse=self.sparse)
+        return region.leave(rows.masked_fill(elsewhere[..., None], 0.0), run=self.run)
+
+
+class ColumnEmbedding(Piece, nn.Embedding):
+    """A copy of an embedding of which every rank has some of the features."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's features (..., features / ranks) of ids (...) int64, or all where they are gathered."""
+        region, y = self.region, super().forward(input)
+        assert region is not None
+        if self.gather:
+            return join_features(y, region.axis, self.cut)
+        if region.heads is None:
+            region.inside_of(self.cut, y)
+        return y

@@ -66,7 +66,9 @@ class Planned:
             return None
         paths = {id(module): path for path, module in self.copy.named_modules()}
         frames = _frames(error)
-        inside = [paths.get(id(_first_argument(frame))) for frame in frames]  # a row fails for what made its input
+        inside = [
+            paths.get(id(frame.f_locals.get(next(iter(frame.f_code.co_varnames), "")))) for frame in frames
+        ]  # a row fails for what made its input
         path = next((x for x in reversed(inside) if x is not None and not isinstance(self.parts.get(x), Row)), None)
         if path is None:
             return None
@@ -92,14 +94,14 @@ class Planned:
     def _run_whole(self, args: Any, kwargs: Any) -> None:
         """Call the whole module, with zeros for parameters, which take no memory."""
         whole, values = copy.deepcopy(self.whole), dict(self.copy.named_parameters())
-        if not any(one.training for one in self.copy.modules()):
+        if not any(part.training for part in self.copy.modules()):
             whole.eval()
         state = {name: values[name].new_zeros(()).expand(x.shape) for name, x in whole.named_parameters()}
         device = next((x.device for x in values.values()), None)
         state |= {name: x.to(device) for name, x in whole.named_buffers()}
-        torch.func.functional_call(whole, state, *tree.map(self._joined, (args, kwargs)))
+        torch.func.functional_call(whole, state, *tree.map(self._as_whole, (args, kwargs)))
 
-    def _joined(self, x: Any) -> Any:
+    def _as_whole(self, x: Any) -> Any:
         """Return zeros for the whole of what a layer before this one ended with pieces of, and all else as it is."""
         parts, axis = self.region.before, self.region.axis
         if parts and isinstance(x, Tensor) and x.shape[-1:] == (sum(ranges(n, axis)[axis.index][1] for n in parts),):
@@ -140,11 +142,6 @@ def _numbers(x: Any, names: set[str]) -> str:
 def _frames(error: BaseException) -> list[FrameType]:
     """Return where an error passed, the function that raised it last."""
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-
-
-def _first_argument(frame: FrameType) -> Any:
-    """Return what a method that runs is bound to."""
-    return frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
 
 
 def _names_in(code: CodeType) -> set[str]:

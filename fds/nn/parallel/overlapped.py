@@ -1,9 +1,9 @@
 """Linear layers over a tensor axis whose messages travel beside their products.
 
-Each is what `fds.collectives` or `mappings` and `torch.nn.functional.linear` compute one after another::
+Each is what functions of `fds.collectives` and `torch.nn.functional.linear` compute one after another::
 
-    copied_linear     linear(copied(x), w, b)
-    linear_summed     summed(linear(x, w))
+    copied_linear     linear(copy_in(x), w, b)
+    linear_summed     sum_out(linear(x, w))
     gathered_linear   linear(all_gather(x, dim), w, b)
     linear_scattered  reduce_scatter(linear(x, w), dim)
 
@@ -29,13 +29,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fds.collectives import Axis
+from fds.collectives.functional import check_divides
 from fds.collectives.links import DONE
 from fds.errors import FdsError, is_int
 from fds.kernels import arguments
@@ -44,7 +45,7 @@ from fds.loss.compiled import untraced
 from fds.nn.parallel import pieces
 
 Biases = Sequence[Tensor | None]
-_untraced = untraced("messages that travel beside products are not traced; fds.nn.parallel.mappings' are")
+_untraced = untraced("messages that travel beside products are not traced; those of fds.collectives are")
 
 
 @_untraced
@@ -64,7 +65,7 @@ def copied_linear(x: Tensor, weights: Sequence[Tensor], biases: Biases, axis: Ax
     x, weights, biases = _cast(x, weights, biases)
     if axis.size == 1:
         return _linears(x, weights, biases)
-    return _Copied.apply(axis, x, *weights, *biases)  # pyright: ignore[reportReturnType]
+    return _Copied.apply(axis, 0, 1, x, *weights, *biases)  # pyright: ignore[reportReturnType]
 
 
 @_untraced
@@ -83,7 +84,7 @@ def linear_summed(x: Tensor, weight: Tensor, axis: Axis, chunks: int) -> Tensor:
     _check_chunks(chunks)
     if axis.size == 1:
         return F.linear(x, weight)
-    return _Summed.apply(axis, chunks, x, weight)  # pyright: ignore[reportReturnType]
+    return _Summed.apply(axis, 0, chunks, x, weight, None)[0]  # pyright: ignore
 
 
 @_untraced
@@ -126,58 +127,102 @@ def linear_scattered(x: Tensor, weight: Tensor, axis: Axis, *, dim: int, chunks:
     x, (weight,), _ = _cast(x, [weight], [None])
     dim = _check_dim(x, dim)
     _check_chunks(chunks)
-    if x.shape[dim] % axis.size:
-        raise FdsError(
-            "a dim cannot be cut into equal parts",
-            where=f"axis {axis.name!r}, {axis.size} ranks",
-            got=f"dim {dim} of {tuple(x.shape)}",
-            want=f"a multiple of {axis.size}",
-        )
+    check_divides(x, axis, dim, "a dim cannot be cut into equal parts")
     if axis.size == 1:
         return F.linear(x, weight)
-    return _Scattered.apply(axis, dim, chunks, x, weight)  # pyright: ignore[reportReturnType]
+    return _Scattered.apply(axis, dim, chunks, x, weight, None)[0]  # pyright: ignore
 
 
-class _Copied(Function):
-    takes, gives = "whole", "pieces"  # see `uses`; weights are pieces
-
-    @staticmethod
-    def forward(axis: Axis, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
-        n = len(parameters) // 2
-        return _linears(x, parameters[:n], parameters[n:])
+class _Overlapped(Function):
+    """A product, given its options, x, this rank's pieces of weights, and as many biases or None."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        _save(ctx, 1, inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Any) -> Any:
-        x, *weights = ctx.saved_tensors
-        compute = functools.partial(_backward_of_copied, *ctx.options, ctx.needs_input_grad[1:])
-        return None, *_once(compute, x, *weights, *dys)
+        ctx.options, x = inputs[:3], inputs[3]
+        weights, _ = _halves(inputs[4:])
+        is_x_needed = any(ctx.needs_input_grad[4:][: len(weights)])  # for a weight's gradient alone
+        ctx.save_for_backward(x if is_x_needed else None, *weights)
+        ctx.shape = x.shape
 
 
-def _backward_of_copied(axis: Axis, wants: Sequence[bool], x: Tensor | None, *tensors: Tensor) -> tuple:
-    n = len(tensors) // 2
-    weights, dys = tensors[:n], tensors[n:]
+class _Call(NamedTuple):
+    axis: Axis
+    dim: int
+    chunks: int
+    shape: torch.Size  # of x
+    wants: Sequence[bool]  # which gradients: of x, weights and biases
+
+
+def _backward(gradients: Callable[..., tuple], ctx: Any, *dys: Any) -> tuple:
+    compute = functools.partial(gradients, _Call._make((*ctx.options, ctx.shape, ctx.needs_input_grad[3:])))
+    return None, None, None, *_once(compute, *ctx.saved_tensors, *dys)
+
+
+def _of_copied(call: _Call, x: Tensor | None, *tensors: Tensor) -> tuple:
+    weights, dys = _halves(tensors)
     dx, work = None, DONE
-    if wants[0]:
-        dx = dys[0].new_empty((*dys[0].shape[:-1], weights[0].shape[1]))
-        work = axis.start_all_reduce(pieces.sum_products(dys, [w.t() for w in weights], dx))
-    gradients = _of_parameters(wants[1:], x, dys)
+    if call.wants[0]:
+        dx = dys[0].new_empty(call.shape)
+        work = call.axis.start_all_reduce(pieces.sum_products(dys, [w.t() for w in weights], dx))
+    gradients = _of_parameters(call.wants[1:], x, dys)
     work.wait()
     return dx, *gradients
 
 
-class _Summed(Function):
+def _of_summed(call: _Call, x: Tensor | None, *tensors: Tensor) -> tuple:
+    weight, dy = tensors
+    dx = torch.matmul(dy, weight) if call.wants[0] else None
+    return dx, *_of_parameters(call.wants[1:], x, [dy])
+
+
+def _of_gathered(call: _Call, x: Tensor | None, *tensors: Tensor) -> tuple:
+    weights, dys = _halves(tensors)
+    whole, gather = (None, DONE) if x is None else pieces.start_gather(pieces.rows_of_part(x, call.dim), call.axis)
+    wait = None
+    if call.wants[0]:
+        by_ranks = [pieces.rows_of_whole(dy, call.dim, call.axis.size) for dy in dys]
+        # One sum where gradients of weights hide it: they take as long as the products that pieces would hide behind.
+        chunks = call.chunks if x is None else 1
+        wait = pieces.start_scattered_products(by_ranks, [w.t() for w in weights], call.axis, chunks)
+    gather.wait()
+    gradients = _of_parameters(call.wants[1:], None if whole is None else whole.transpose(0, 1), dys)
+    return None if wait is None else wait().view(call.shape), *gradients
+
+
+def _of_scattered(call: _Call, x: Tensor | None, *tensors: Tensor) -> tuple:
+    weight, dy = tensors
+    weights = [weight.t()] if call.wants[0] else []  # without a product of its own, the gather is of one piece
+    dxs, whole = pieces.gather_products(
+        pieces.rows_of_part(dy, call.dim),
+        weights,
+        [None] * len(weights),
+        call.axis,
+        call.chunks if call.wants[0] else 1,
+        keeps=call.wants[1],
+    )
+    dx = dxs[0].view(call.shape) if call.wants[0] else None
+    return dx, *([None, None] if whole is None else _of_parameters(call.wants[1:], x, [whole]))
+
+
+class _Copied(_Overlapped):
+    takes, gives = "whole", "pieces"  # see `uses`
+
+    @staticmethod
+    def forward(axis: Axis, dim: int, chunks: int, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+        return _linears(x, *_halves(parameters))
+
+    backward = staticmethod(functools.partial(_backward, _of_copied))
+
+
+class _Summed(_Overlapped):
     takes, gives = "pieces", "whole"
 
     @staticmethod
-    def forward(axis: Axis, chunks: int, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(axis: Axis, dim: int, chunks: int, x: Tensor, weight: Tensor, bias: None) -> tuple[Tensor]:
         if chunks == 1:
             y = F.linear(x, weight)
             axis.start_all_reduce(y).wait()
-            return y
+            return (y,)
         rows = x.reshape(-1, x.shape[-1])
         y = x.new_empty((*x.shape[:-1], len(weight)))
         under_way = []
@@ -186,100 +231,33 @@ class _Summed(Function):
             under_way.append(axis.start_all_reduce(piece))
         for work in under_way:
             work.wait()
-        return y
+        return (y,)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _save(ctx, 2, (*inputs, None))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, weight = ctx.saved_tensors
-        (dy,), wants = grads, ctx.needs_input_grad[2:]
-        return None, None, *_once(functools.partial(_backward_of_summed, wants), x, weight, dy)
+    backward = staticmethod(functools.partial(_backward, _of_summed))
 
 
-def _backward_of_summed(wants: Sequence[bool], x: Tensor | None, weight: Tensor, dy: Tensor) -> tuple:
-    dx = torch.matmul(dy, weight) if wants[0] else None
-    return dx, *_of_parameters(wants[1:], x, [dy])
-
-
-class _Gathered(Function):
+class _Gathered(_Overlapped):
     takes, gives = "pieces", "pieces"
 
     @staticmethod
     def forward(axis: Axis, dim: int, chunks: int, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
-        n = len(parameters) // 2
-        part = pieces.rows_of_part(x, dim)
-        outs, _ = pieces.gathered_products(part, parameters[:n], parameters[n:], axis, chunks)
+        outs, _ = pieces.gather_products(pieces.rows_of_part(x, dim), *_halves(parameters), axis, chunks)
         shape = [*x.shape[:dim], x.shape[dim] * axis.size, *x.shape[dim + 1 : -1]]
         return tuple(y.view(*shape, y.shape[-1]) for y in outs)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        _save(ctx, 3, inputs)
-        ctx.shape = inputs[3].shape
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Any) -> Any:
-        x, *weights = ctx.saved_tensors
-        compute = functools.partial(_backward_of_gathered, *ctx.options, ctx.shape, ctx.needs_input_grad[3:])
-        return None, None, None, *_once(compute, x, *weights, *dys)
+    backward = staticmethod(functools.partial(_backward, _of_gathered))
 
 
-def _backward_of_gathered(
-    axis: Axis, dim: int, chunks: int, shape: Sequence[int], wants: Sequence[bool], x: Tensor | None, *tensors: Tensor
-) -> tuple:
-    n = len(tensors) // 2
-    weights, dys = [w.t() for w in tensors[:n]], tensors[n:]
-    whole, gather = (None, DONE) if x is None else pieces.start_gather(pieces.rows_of_part(x, dim), axis)
-    wait = None
-    if wants[0]:
-        by_ranks = [pieces.rows_of_whole(dy, dim, axis.size) for dy in dys]
-        # One sum where gradients of weights hide it: they take as long as the products that pieces would hide behind.
-        wait = pieces.start_scattered_products(by_ranks, weights, axis, chunks if x is None else 1)
-    gather.wait()
-    gradients = _of_parameters(wants[1:], None if whole is None else whole.transpose(0, 1), dys)
-    return None if wait is None else wait().view(shape), *gradients
-
-
-class _Scattered(Function):
+class _Scattered(_Overlapped):
     takes, gives = "pieces", "pieces"
 
     @staticmethod
-    def forward(axis: Axis, dim: int, chunks: int, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(axis: Axis, dim: int, chunks: int, x: Tensor, weight: Tensor, bias: None) -> tuple[Tensor]:
         by_ranks = pieces.rows_of_whole(x, dim, axis.size)
         y = pieces.start_scattered_products([by_ranks], [weight], axis, chunks)()
-        return y.view(*x.shape[:dim], x.shape[dim] // axis.size, *x.shape[dim + 1 : -1], len(weight))
+        return (y.view(*x.shape[:dim], x.shape[dim] // axis.size, *x.shape[dim + 1 : -1], len(weight)),)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _save(ctx, 3, (*inputs, None))
-        ctx.shape = inputs[3].shape
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, weight = ctx.saved_tensors
-        compute = functools.partial(_backward_of_scattered, *ctx.options, ctx.shape, ctx.needs_input_grad[3:])
-        return None, None, None, *_once(compute, x, weight, grads[0])
-
-
-def _backward_of_scattered(
-    axis: Axis,
-    dim: int,
-    chunks: int,
-    shape: Sequence[int],
-    wants: Sequence[bool],
-    x: Tensor | None,
-    weight: Tensor,
-    dy: Tensor,
-) -> tuple:
-    weights = [weight.t()] if wants[0] else []  # without a product of its own, the gather is of one piece
-    dxs, whole = pieces.gathered_products(
-        pieces.rows_of_part(dy, dim), weights, [None] * len(weights), axis, chunks if wants[0] else 1, keeps=wants[1]
-    )
-    dx = dxs[0].view(shape) if wants[0] else None
-    return dx, *([None] if whole is None else _of_parameters(wants[1:], x, [whole]))
+    backward = staticmethod(functools.partial(_backward, _of_scattered))
 
 
 class _Backward(Function):
@@ -308,12 +286,8 @@ def _once(compute: Callable[..., tuple], *tensors: Any) -> tuple:
     return _Backward.apply(compute, *tensors) if torch.is_grad_enabled() else compute(*tensors)  # pyright: ignore
 
 
-def _save(ctx: Any, num_options: int, inputs: tuple) -> None:
-    """Keep the options, and of options, x, weights and biases what backward needs: x only for a weight's gradient."""
-    ctx.options, x, parameters = inputs[:num_options], inputs[num_options], inputs[num_options + 1 :]
-    weights = parameters[: len(parameters) // 2]
-    wanted = any(ctx.needs_input_grad[num_options + 1 :][: len(weights)])
-    ctx.save_for_backward(x if wanted else None, *weights)
+def _halves(xs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    return xs[: len(xs) // 2], xs[len(xs) // 2 :]
 
 
 def _linears(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> tuple[Tensor, ...]:

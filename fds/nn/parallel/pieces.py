@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fds.collectives import Axis, Work
-from fds.collectives.reductions import bounds
+from fds.collectives.links import bounds
 
 
 def rows_of_whole(x: Tensor, dim: int, size: int) -> Tensor:
@@ -42,7 +42,7 @@ def start_gather(part: Tensor, axis: Axis) -> tuple[Tensor, Work]:
     return parts, axis.start_all_gather(parts.view(-1), part.view(-1))
 
 
-def gathered_products(
+def gather_products(
     part: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],

@@ -17,12 +17,19 @@ from torch.nn.utils import parametrize
 
 from fds.errors import ComposeError, did_you_mean, is_a, is_int
 from fds.nn.parallel import checking
-from fds.nn.parallel.dropout import DrawsOfAll
-from fds.nn.parallel.embedding import ColumnEmbedding, VocabEmbedding
-from fds.nn.parallel.linear import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear, is_product, lengths
-from fds.nn.parallel.multihead import PartAttention
+from fds.nn.parallel.heads import DrawsOfAll, PartAttention
+from fds.nn.parallel.layers import SelfAttention
+from fds.nn.parallel.linear import (
+    ColumnConv1D,
+    ColumnEmbedding,
+    ColumnLinear,
+    RowConv1D,
+    RowLinear,
+    VocabEmbedding,
+    is_product,
+    lengths,
+)
 from fds.nn.parallel.region import Region
-from fds.nn.parallel.self_attention import SelfAttention
 
 Dims = dict[str, tuple[int, tuple[int, ...]]]  # parameter -> the dim that is divided, and the lengths of its parts
 
@@ -185,12 +192,12 @@ class Heads(Part):
         if type(module) is not nn.MultiheadAttention or module.bias_k is not None or module.add_zero_attn:
             raise _unfit(module, path, "heads", "an nn.MultiheadAttention without add_bias_kv and add_zero_attn")
         e = module.embed_dim
-        found: Dims = {"out_proj.weight": (1, (e,))}
+        dims: Dims = {"out_proj.weight": (1, (e,))}
         if module.in_proj_bias is not None:
-            found["in_proj_bias"] = (0, (e, e, e))
+            dims["in_proj_bias"] = (0, (e, e, e))
         if module._qkv_same_embed_dim:
-            return found | {"in_proj_weight": (0, (e, e, e))}
-        return found | {f"{x}_proj_weight": (0, (e,)) for x in "qkv"}
+            return dims | {"in_proj_weight": (0, (e, e, e))}
+        return dims | {f"{x}_proj_weight": (0, (e,)) for x in "qkv"}
 
     def check(self, module: nn.Module, path: str, size: int) -> None:
         """Raise `ComposeError` where the ranks do not divide the heads."""
@@ -234,7 +241,8 @@ class Whole(Part):
     def convert(self, module: nn.Module, region: Region, *, run: str | None) -> None:
         """Let what the copy returns in."""
         if self.enters:
-            wrap(module, functools.partial(_entered, functools.partial(region.let_in, run=run)))
+            let_in = functools.partial(region.let_in, run=run)
+            wrap(module, lambda forward, *args, **kwargs: first(let_in, forward(*args, **kwargs)))
 
 
 @attrs.frozen
@@ -350,11 +358,11 @@ def consecutive(paths: list[str]) -> dict[str, Sequence]:
         parent, _, last = path.rpartition(".")
         if last.isdecimal():
             lists.setdefault(parent, []).append((int(last), path))
-    found: dict[str, Sequence] = {}
+    ends: dict[str, Sequence] = {}
     for parent, blocks in lists.items():
         indices = {index for index, _ in blocks}
-        found |= {path: Sequence(index - 1 not in indices, index + 1 not in indices, parent) for index, path in blocks}
-    return found
+        ends |= {path: Sequence(index - 1 not in indices, index + 1 not in indices, parent) for index, path in blocks}
+    return ends
 
 
 def of_layer(module: nn.Module) -> Part | None:
@@ -369,8 +377,8 @@ def of_layer(module: nn.Module) -> Part | None:
 
 
 def _check_parts(name: str, parts: Any) -> None:
-    known = parts if is_a(parts, tuple) else (parts,)
-    if not (known and all(is_int(n, 1) for n in known)):
+    values = parts if is_a(parts, tuple) else (parts,)
+    if not (values and all(is_int(n, 1) for n in values)):
         raise ComposeError(
             f"{name} takes how many parts there are, or their lengths",
             where="parts",
@@ -435,10 +443,10 @@ def _attend(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     if run is not None:
         args, kwargs = _of_first(functools.partial(region.enter, run=run), args, kwargs)
-    with region.in_attention(given, counts, memory=cross, opened=run is not None):
+    with region.in_attention(tensors, counts, memory=cross, opened=run is not None):
         if not draws or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         with DrawsOfAll(region):
@@ -453,11 +461,7 @@ def _in_parts(region: Region, block: Sequence, forward: Callable[..., Any], *arg
         out = forward(*args, **kwargs)
     finally:
         region.run = before
-    return first(functools.partial(region.joined, run=block.run), out) if block.leaves else out
-
-
-def _entered(let_in: Callable[[Tensor], Tensor], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return first(let_in, forward(*args, **kwargs))
+    return first(functools.partial(region.join, run=block.run), out) if block.leaves else out
 
 
 def _of_first(f: Callable[[Tensor], Tensor], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

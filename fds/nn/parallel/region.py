@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fds.collectives import Axis, all_gather, reduce_scatter
-from fds.collectives.functional import is_transformed
+from fds.collectives.functional import copy_in, cut, is_transformed, join, sum_out
 from fds.errors import LossError
 from fds.loss import current_mode
-from fds.nn.parallel import mappings, overlapped
+from fds.nn.parallel import overlapped
 from fds.nn.parallel.uses import function_of, metadata_of, nodes_behind
 
 
@@ -83,7 +83,7 @@ class Region:
 
     def let_in(self, x: Tensor, *, run: str | None) -> Tensor:
         """Return the whole of an activation, for pieces that it meets."""
-        return mappings.copied(x, self.axis) if run is None else self.gathered(x, run)
+        return copy_in(x, self.axis) if run is None else self.gather(x, run)
 
     def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, run: str | None) -> Tensor:
         """Return a product of an activation that enters for it alone, beside its message."""
@@ -92,7 +92,7 @@ class Region:
         if run is None or self._is_memory(x):
             return overlapped.copied_linear(x, [weight], [bias], self.axis)[0]
         options = {"dim": x.dim() + self.dim, "chunks": self.chunks}
-        return self._unpadded(overlapped.gathered_linear(x, [weight], [bias], self.axis, **options)[0], run)
+        return self._unpad(overlapped.gathered_linear(x, [weight], [bias], self.axis, **options)[0], run)
 
     def rows(self, x: Tensor, weight: Tensor, cut: tuple[int, ...], *, run: str | None) -> Tensor:
         """Return the sum of the ranks' products, beside its message where that is cut; see `leave`.
@@ -108,7 +108,7 @@ class Region:
         if run is None:
             return overlapped.linear_summed(x, weight, self.axis, self.chunks)
         self.lengths.setdefault(run, x.shape[self.dim])
-        x = self._padded(x, self.dim)
+        x = self._pad(x, self.dim)
         return overlapped.linear_scattered(x, weight, self.axis, dim=x.dim() + self.dim, chunks=self.chunks)
 
     def _is_memory(self, x: Tensor) -> bool:
@@ -121,12 +121,12 @@ class Region:
         Raises `LossError` for what attention to a sequence that all have whole made of what it was given.
         """
         if self._given is not None:
-            given, version, then, entered = self._given
+            last, version, then, entered = self._given
             # dynamo knows no version: compiled, each product lets it in by itself
-            same = x is given and not torch.compiler.is_compiling() and version == x._version
+            same = x is last and not torch.compiler.is_compiling() and version == x._version
             if x is entered or (same and then == torch.is_grad_enabled()):
                 return entered
-        if self.heads is None or not self.opened or any(x is one for one in self.heads):
+        if self.heads is None or not self.opened or any(x is argument for argument in self.heads):
             return None
         if not self.memory:
             return x  # what attention makes of what it was given whole, such as a norm or an adapter
@@ -158,10 +158,10 @@ class Region:
         """Return the sum of the ranks' terms: whole, or this rank's part of the sequence, which lies along `dim`."""
         self._given, self.inside = None, ()
         if run is None:
-            return mappings.summed(x, self.axis)
+            return sum_out(x, self.axis)
         dim = self.dim if dim is None else dim
         self.lengths.setdefault(run, x.shape[dim])  # where sequences begin as parts
-        return reduce_scatter(self._padded(x, dim), self.axis, dim)
+        return reduce_scatter(self._pad(x, dim), self.axis, dim)
 
     def cut(self, x: Tensor, *, run: str) -> Tensor:
         """Return this rank's part of a sequence that all have whole; one that does not divide is padded with zeros.
@@ -177,12 +177,12 @@ class Region:
                 hint="the blocks are 'sequence', not what begins with an embedding of ids",
             )
         length, size = x.shape[self.dim], self.axis.size
-        known = self.lengths.setdefault(run, length)
-        if length != known and (length % size or known % size):
+        expected = self.lengths.setdefault(run, length)
+        if length != expected and (length % size or expected % size):
             raise LossError(
                 "sequences of several lengths are cut in one microbatch, and not all divide",
                 where=f"tensor_parallel over {self.axis.name!r}, {size} ranks",
-                got=f"{known} and {length}",
+                got=f"{expected} and {length}",
                 want=f"multiples of {size}",
             )
         if length % size and current_mode().staged:
@@ -193,21 +193,21 @@ class Region:
                 want=f"a multiple of {size}",
             )
         self.lengths[run] = length
-        return mappings.cut(self._padded(x, self.dim), self.axis, self.dim)
+        return cut(self._pad(x, self.dim), self.axis, self.dim)
 
-    def joined(self, x: Tensor, *, run: str) -> Tensor:
+    def join(self, x: Tensor, *, run: str) -> Tensor:
         """Return the whole sequence, with which all go on alike, given the ranks' parts."""
-        return self._unpadded(mappings.joined(x, self.axis, self.dim), run)
+        return self._unpad(join(x, self.axis, self.dim), run)
 
-    def gathered(self, x: Tensor, run: str) -> Tensor:
+    def gather(self, x: Tensor, run: str) -> Tensor:
         """Return the whole sequence for parts of a product, given the ranks' parts."""
-        return self._unpadded(all_gather(x, self.axis, self.dim), run)
+        return self._unpad(all_gather(x, self.axis, self.dim), run)
 
     def length(self, part: int, run: str) -> int:
         """Return how long a sequence is of which this rank has `part` elements, padding included."""
         whole = part * self.axis.size
-        known = self.lengths.get(run, whole)
-        return known if whole - self.axis.size < known <= whole else whole
+        expected = self.lengths.get(run, whole)
+        return expected if whole - self.axis.size < expected <= whole else whole
 
     def piece(self, x: Tensor, *, run: str | None) -> tuple[int, int, list[tuple[int, int]]] | None:
         """Return the dim along which an activation is cut, its whole length, and first index and length of our ranges.
@@ -228,20 +228,20 @@ class Region:
         inside = self._parts_of(x)
         if not inside:
             return None if run is None or self.opened else self._part(x, run)
-        own = [ranges(part, self.axis)[index] for part in inside]
-        wholes = {part for part, (_, n) in zip(inside, own, strict=True) if n == x.shape[-1]}
+        pieces = [ranges(part, self.axis)[index] for part in inside]
+        wholes = {part for part, (_, n) in zip(inside, pieces, strict=True) if n == x.shape[-1]}
         fits = inside is not self.inside or not self.lead or self.lead == x.shape[:-1]
-        if fits and x.shape[-1] == sum(n for _, n in own):
+        if fits and x.shape[-1] == sum(n for _, n in pieces):
             starts = itertools.accumulate(inside, initial=0)
-            return -1, sum(inside), [(start + first, n) for start, (first, n) in zip(starts, own, strict=False)]
+            return -1, sum(inside), [(start + first, n) for start, (first, n) in zip(starts, pieces, strict=False)]
         if fits and len(wholes) == 1:
             whole = wholes.pop()
             return -1, whole, [ranges(whole, self.axis)[index]]
-        held = sum(n for _, n in own)
+        local_width = sum(n for _, n in pieces)
         raise LossError(
             "dropout is given what it cannot know the whole of",
             where=f"tensor_parallel over {self.axis.name!r}, {size} ranks",
-            got=f"shape {tuple(x.shape)}, made of pieces of features {inside}: {(*self.lead, held)}",
+            got=f"shape {tuple(x.shape)}, made of pieces of features {inside}: {(*self.lead, local_width)}",
             want="a piece of features; or heads (batch, heads, sequence, ...), in a module that the plan calls 'heads'",
         )
 
@@ -280,23 +280,23 @@ class Region:
 
     def _part(self, x: Tensor, run: str) -> tuple[int, int, list[tuple[int, int]]] | None:
         n = x.shape[self.dim] if x.dim() >= -self.dim else 0
-        known = self.lengths.get(run)
-        if known is not None and n != -(-known // self.axis.size):
+        whole = self.lengths.get(run)
+        if whole is not None and n != -(-whole // self.axis.size):
             if n == 1:
                 return None  # for all tokens alike
             raise LossError(
                 "dropout is given what is not a part of the sequence",
                 where=f"tensor_parallel over {self.axis.name!r}, {self.axis.size} ranks",
                 got=f"shape {tuple(x.shape)}",
-                want=f"{-(-known // self.axis.size)} tokens of {known} along dim {self.dim}",
+                want=f"{-(-whole // self.axis.size)} tokens of {whole} along dim {self.dim}",
             )
         return self.dim, self.length(n, run), [(self.axis.index * n, n)]
 
     def begin(self) -> None:
         """Begin a call: of a step's microbatch, other calls may know the lengths already."""
         self.reset()
-        known = None if torch.compiler.is_compiling() else current_mode().lengths  # dynamo reads no ContextVar
-        self.lengths = {} if known is None else known
+        lengths = None if torch.compiler.is_compiling() else current_mode().lengths  # dynamo reads no ContextVar
+        self.lengths = {} if lengths is None else lengths
 
     def reset(self) -> None:
         """Forget what a call leaves behind."""
@@ -308,21 +308,21 @@ class Region:
 
     @contextlib.contextmanager
     def in_attention(
-        self, given: list[Tensor], counts: tuple[int, ...] = (), *, memory: bool = False, opened: bool = False
+        self, inputs: list[Tensor], counts: tuple[int, ...] = (), *, memory: bool = False, opened: bool = False
     ) -> Iterator[None]:
         """Mark what runs inside as attention over this rank's heads, of these arguments."""
         before = self.heads, self.counts, self.memory, self.opened
-        self.heads, self.counts, self.memory, self.opened = given, counts, memory, opened
+        self.heads, self.counts, self.memory, self.opened = inputs, counts, memory, opened
         try:
             yield
         finally:
             self.heads, self.counts, self.memory, self.opened = before
 
-    def _padded(self, x: Tensor, dim: int) -> Tensor:
+    def _pad(self, x: Tensor, dim: int) -> Tensor:
         missing = -x.shape[dim] % self.axis.size
         return x if not missing else F.pad(x, (*(0, 0) * (-dim - 1), 0, missing))
 
-    def _unpadded(self, x: Tensor, run: str) -> Tensor:
+    def _unpad(self, x: Tensor, run: str) -> Tensor:
         return x.narrow(self.dim, 0, self.length(x.shape[self.dim] // self.axis.size, run))
 
 
@@ -332,11 +332,11 @@ def ranges(length: int, axis: Axis) -> list[tuple[int, int]]:
     return [(i * each + min(i, more), each + (i < more)) for i in range(axis.size)]
 
 
-def joined_features(x: Tensor, axis: Axis, parts: tuple[int, ...]) -> Tensor:
+def join_features(x: Tensor, axis: Axis, parts: tuple[int, ...]) -> Tensor:
     """Return the pieces of the last dim, which has parts of these lengths as a whole, in their order on every rank."""
     sizes = [[n for _, n in ranges(part, axis)] for part in parts]
     widths = [sum(of_parts) for of_parts in zip(*sizes, strict=True)]  # of the ranks; the first has the most
-    whole = mappings.joined(F.pad(x, (0, widths[0] - x.shape[-1])) if widths[-1] < widths[0] else x, axis, -1)
+    whole = join(F.pad(x, (0, widths[0] - x.shape[-1])) if widths[-1] < widths[0] else x, axis, -1)
     if len(parts) == 1 and widths[-1] == widths[0]:
         return whole
     pieces = [

@@ -48,33 +48,33 @@ class Split(Part):
 
     def dims(self, module: nn.Module, path: str) -> Dims:
         """Return the dims as they were named; every parameter of the module's own must be."""
-        own = dict(module.named_parameters(recurse=False))
-        for name in [*(self.by_name.keys() - own.keys()), *(own.keys() - self.by_name.keys())]:
+        params = dict(module.named_parameters(recurse=False))
+        for name in [*(self.by_name.keys() - params.keys()), *(params.keys() - self.by_name.keys())]:
             raise ComposeError(
                 "split names each parameter that is the module's own, and nothing else",
                 where=f"tensor_parallel: {path}",
-                got=f"{name!r}, which " + ("it does not name" if name in own else "is no parameter of the module"),
-                want=", ".join(own) or "a module that has parameters itself, not in submodules",
-                hint="" if name in own else did_you_mean(name, list(own)),
+                got=f"{name!r}, which " + ("it does not name" if name in params else "is no parameter of the module"),
+                want=", ".join(params) or "a module that has parameters itself, not in submodules",
+                hint="" if name in params else did_you_mean(name, list(params)),
             )
-        found: Dims = {}
+        dims: Dims = {}
         for name, how in self.by_name.items():
             if isinstance(how, str):
                 continue
-            (dim, parts), shape = how if isinstance(how, tuple) else (how, 1), own[name].shape
+            (dim, parts), shape = how if isinstance(how, tuple) else (how, 1), params[name].shape
             if not -len(shape) <= dim < len(shape):
                 raise ComposeError(
                     "split names a dim that a parameter does not have",
                     where=f"tensor_parallel: {path}.{name}",
                     got=f"dim {dim} of shape {tuple(shape)}",
                 )
-            found[name] = dim % len(shape), lengths(parts, shape[dim], f"{path}.{name}")
-        return found
+            dims[name] = dim % len(shape), lengths(parts, shape[dim], f"{path}.{name}")
+        return dims
 
     def convert(self, module: nn.Module, region: Region, *, run: str | None) -> None:
         """Let in what the copy is given, and sum what it returns."""
         once = [name for name, how in self.by_name.items() if how == "once" and region.axis.index]
-        wrap(module, functools.partial(_summed, module._parameters, once, region, run))
+        wrap(module, functools.partial(_run_pieces, module._parameters, once, region, run))
 
 
 def split(by_name: Mapping[str, Dim | str]) -> Split:
@@ -93,7 +93,7 @@ def split(by_name: Mapping[str, Dim | str]) -> Split:
     return Split(by_name)
 
 
-def _summed(
+def _run_pieces(
     parameters: dict[str, Any],
     once: list[str],
     region: Region,

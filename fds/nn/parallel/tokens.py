@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from fds import tree
 from fds.collectives import Axis
 from fds.errors import LossError
-from fds.loss import traced
+from fds.loss.compiled import is_trial_run
 from fds.nn.parallel.mixing import Watch, line
 from fds.nn.parallel.zigzag import Layout, chunks_of, in_order
 
@@ -145,10 +145,11 @@ class Draws(TorchFunctionMode):
             self._check_once()
             return Cut(1 - len(shape), n * self.parts.axis.size, self.parts.ranges(n))
         if self.flat.intersection(shape[:1]) or self.lengths.intersection(shape[1:]):
+            lengths = " or ".join(map(str, sorted(self.lengths)))
             raise LossError(
                 "something is drawn, and it cannot be told along which dim it has this rank's tokens",
                 where=_WHERE.format(axis=self.parts.axis),
-                got=f"shape {tuple(shape)}, where rows have {_listed(self.lengths)} tokens",
+                got=f"shape {tuple(shape)}, where rows have {lengths or 'no'} tokens",
                 want="(rows, tokens, ...), as in the batch; or nothing of tokens",
                 hint="dropout before tokens are flattened or transposed; or a torch.Generator of this rank's own",
             )
@@ -156,7 +157,7 @@ class Draws(TorchFunctionMode):
 
     def _check_once(self) -> None:
         """Raise `LossError` inside of what runs again in backward, outside of this mode."""
-        if torch.compiler.is_compiling() or traced.now.looking is not None:
+        if torch.compiler.is_compiling() or is_trial_run():
             return
         if _saving(True) != self.hooks or torch.is_grad_enabled() != self.recorded:
             raise LossError(
@@ -167,7 +168,7 @@ class Draws(TorchFunctionMode):
             )
 
 
-def dropped(x: Tensor, p: float, piece: Cut | None = None, *, inplace: bool = False) -> Tensor:
+def drop(x: Tensor, p: float, piece: Cut | None = None, *, inplace: bool = False) -> Tensor:
     """Return dropout of an activation that is a piece, or is whole, of tokens of which this rank may have a part."""
     shape, draws = list(x.shape), now()
     if piece is not None:
@@ -179,11 +180,11 @@ def dropped(x: Tensor, p: float, piece: Cut | None = None, *, inplace: bool = Fa
     with torch._C.DisableTorchFunction():  # private; a mode would take the mask for a piece
         if not cuts:
             return F.dropout(x, p, inplace=inplace)
-        mask = taken(F.dropout(_like(x, shape).fill_(1), p), cuts)
+        mask = take(F.dropout(_like(x, shape).fill_(1), p), cuts)
         return x.mul_(mask) if inplace else x * mask
 
 
-def taken(whole: Tensor, cuts: Sequence[Cut]) -> Tensor:
+def take(whole: Tensor, cuts: Sequence[Cut]) -> Tensor:
     """Return a piece of a piece of the whole, in memory of its own."""
     for dim, length, own in cuts:
         padded = max(first + n for first, n in own) - length  # of the last parts of a sequence
@@ -222,30 +223,30 @@ def _dropout(
     draws: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     inplace = inplace or func is torch.dropout_
-    return dropped(input, p, inplace=inplace) if training and p else F.dropout(input, p, training, inplace)
+    return drop(input, p, inplace=inplace) if training and p else F.dropout(input, p, training, inplace)
 
 
-def _drawn_like(draws: Draws, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _draw_like(draws: Draws, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     cut = draws.cut(input.shape)
     if cut is None:
         return func(input, *args, **kwargs)
-    return taken(func(_whole(input, cut), *args, **kwargs), [cut])
+    return take(func(_whole(input, cut), *args, **kwargs), [cut])
 
 
-def _filled(draws: Draws, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _fill(draws: Draws, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
-        return _refused(draws, func, input, *args, **kwargs)
+        return _refuse(draws, func, input, *args, **kwargs)
     cut = draws.cut(input.shape)
     if cut is None:
         return func(input, *args, **kwargs)
-    return input.copy_(taken(func(_whole(input, cut), *args, **kwargs), [cut]))
+    return input.copy_(take(func(_whole(input, cut), *args, **kwargs), [cut]))
 
 
-def _initialized(draws: Draws, func: Any, tensor: Tensor, **options: Any) -> Tensor:
-    return _filled(draws, lambda x: func(tensor=x, **options), tensor)
+def _initialize(draws: Draws, func: Any, tensor: Tensor, **options: Any) -> Tensor:
+    return _fill(draws, lambda x: func(tensor=x, **options), tensor)
 
 
-def _made(draws: Draws, func: Any, *args: Any, size: Any = None, **kwargs: Any) -> Tensor:
+def _make(draws: Draws, func: Any, *args: Any, size: Any = None, **kwargs: Any) -> Tensor:
     """Draw a tensor of a size, which is the last argument or, of integers, all of them."""
     if size is None:
         listed = bool(args) and tree.is_sequence(args[-1])
@@ -255,10 +256,10 @@ def _made(draws: Draws, func: Any, *args: Any, size: Any = None, **kwargs: Any) 
         return func(*args, size=tuple(size), **kwargs)
     shape = list(size)
     shape[cut.dim] = cut.whole
-    return taken(func(*args, size=tuple(shape), **kwargs), [cut])
+    return take(func(*args, size=tuple(shape), **kwargs), [cut])
 
 
-def _refused(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Let a function draw for what has nothing of tokens."""
     x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
     size: Any = kwargs.get("size", args[-1] if args else ()) if x is None else x.shape
@@ -274,12 +275,12 @@ def _refused(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _attends(draws: Draws, func: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _attend(draws: Draws, func: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
     _check_attention(draws, query, key, kwargs.get("dropout_p", args[2] if len(args) > 2 else 0.0))
     return func(query, key, *args, **kwargs)
 
 
-def _attends_in_module(draws: Draws, func: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _attend_in_module(draws: Draws, func: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Look at what `nn.MultiheadAttention` calls, where tokens lie along dim 0."""
     p = kwargs.get("dropout_p", args[8] if len(args) > 8 else 0.0) if kwargs.get("training", True) else 0.0
     _check_attention(draws, query.transpose(0, -2), key.transpose(0, -2), p)
@@ -298,28 +299,27 @@ def _check_attention(draws: Draws, query: Tensor, key: Tensor, p: float) -> None
         )
 
 
-def _listed(lengths: set[int]) -> str:
-    return " or ".join(map(str, sorted(lengths))) or "no"
-
-
 _OTHERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.dropout, torch.dropout, torch.dropout_), _dropout),
-    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _drawn_like),
-    **dict.fromkeys((torch.rand, torch.randn, torch.randint), _made),
+    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _draw_like),
+    **dict.fromkeys((torch.rand, torch.randn, torch.randint), _make),
     **dict.fromkeys(
         (Tensor.bernoulli_, Tensor.cauchy_, Tensor.exponential_, Tensor.geometric_, Tensor.log_normal_, Tensor.normal_,
          Tensor.random_, Tensor.uniform_),
-        _filled,
+        _fill,
     ),
-    **dict.fromkeys((init.normal_, init.uniform_), _initialized),
+    **dict.fromkeys((init.normal_, init.uniform_), _initialize),
     **dict.fromkeys(
         (F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.gumbel_softmax, F.rrelu,
          torch.alpha_dropout, torch.bernoulli, torch.feature_alpha_dropout, torch.feature_dropout, torch.multinomial,
          torch.normal, torch.poisson, torch.randperm, Tensor.bernoulli, Tensor.multinomial, init.kaiming_uniform_,
          torch.binomial, torch.native_dropout, torch.rrelu, torch.rrelu_, F.rrelu_, torch.alpha_dropout_,
          torch.feature_dropout_, torch.feature_alpha_dropout_, torch._standard_gamma, torch._sample_dirichlet),
-        _refused,
+        _refuse,
     ),
-    F.scaled_dot_product_attention: _attends,
-    F.multi_head_attention_forward: _attends_in_module,
+    F.scaled_dot_product_attention: _attend,
+    F.multi_head_attention_forward: _attend_in_module,
 }  # fmt: skip
+# functions that draw as many numbers as what they are given has elements
+OF_ELEMENTS = {f for f, draw in _OTHERS.items() if draw in (_draw_like, _fill, _refuse)} - {torch.randperm}
+OF_ELEMENTS.remove(init.kaiming_uniform_)  # whose draws are those of `uniform_`

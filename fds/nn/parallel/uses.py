@@ -1,7 +1,7 @@
 """What parameters are used for: for what all ranks have whole, or for the pieces of it that each has.
 
-On the way back from a loss, which is whole, the graph of autograd passes functions that put pieces together (`summed`,
-`joined`), behind which are pieces, and functions that let in what is whole (`copied`, `cut`), behind which all is
+On the way back from a loss, which is whole, the graph of autograd passes functions that put pieces together (`sum_out`,
+`join`), behind which are pieces, and functions that let in what is whole (`copy_in`, `cut`), behind which all is
 whole again. So every path says what the gradient is that arrives at its end: the same on all ranks where that is whole,
 and one rank's term of it among pieces. Functions that do either say it in `takes` and `gives`.
 """
@@ -46,9 +46,9 @@ _WRONG = {("piece", "whole"), ("same", "pieces"), ("sum", "whole")}
 
 def edges_of(uses: Iterable[Use]) -> Edges:
     """Return where in the graph the parameters are that copies hold now."""
-    held = [(x, use) for use in uses if (x := use.held.get(use.key)) is not None and x.requires_grad]
+    tensors = [(x, use) for use in uses if (x := use.held.get(use.key)) is not None and x.requires_grad]
     with temporarily_clear_interpreter_stack():  # private; under torch.func parameters have none of a transform's
-        edges = [(get_gradient_edge(x), use) for x, use in held]
+        edges = [(get_gradient_edge(x), use) for x, use in tensors]
     return {(edge.node, edge.output_nr): use for edge, use in edges}
 
 
@@ -132,9 +132,9 @@ def _judge(met: Met, mixed: Mixed) -> None:
             want="a 'row' after it, column(gather=True), 'vocab' for a head, or fds.nn.vocab_cross_entropy of logits",
             hint="a loss that reads parameters sees pieces of them: decay of weights is the optimizer's",
         )
-    same = [one for one, at in met if (one.lies, at) == ("same", "pieces")]
+    same = [other for other, at in met if (other.lies, at) == ("same", "pieces")]
     want = "fds.nn.replicated(grads='sum') for the module that holds it, and it alone"
-    if "pieces" in mixed or any((one, "whole") in met for one in same):
+    if "pieces" in mixed or any((other, "whole") in met for other in same):
         want = "fds.nn.replicated(enters=True) for a module that returns what meets pieces, and that alone"
     behind = mixed[side][1] if wrong is None else met[wrong]
     raise LossError(

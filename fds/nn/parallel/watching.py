@@ -1,16 +1,21 @@
 """How calls of a copy of a module run, whose parts compute with pieces: the first ones are watched.
 
 A first call shows what no plan says: functions that draw, which then draw for the whole in all later calls; parameters
-whose gradients a plan takes for others than they are (see `uses`); and features that lie otherwise than it says (see
-`features`). Watching takes 1 us for every function of torch.
+whose gradients a plan takes for others than they are (see `uses`); and how features lie. A plan says how a matrix is
+divided, and the code between a column and its row has to go on as it says: a projection of several parts is taken apart
+part by part, what several columns return is one row's by parts, and how many heads there are is for shapes alone. What
+goes against that is right on one rank and another number on all of several. Watching takes 1 us for every function of
+torch.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import attrs
 import torch
@@ -18,22 +23,109 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fds.errors import FdsError, LossError
-from fds.nn.parallel.dropout import DrawsOfAll, is_drawn_for_all
-from fds.nn.parallel.features import Divided, check_arithmetic, check_row, look_at
+from fds.nn.parallel.heads import DrawsOfAll, is_drawn_for_all
 from fds.nn.parallel.mistakes import ERRORS, Failed, Planned
-from fds.nn.parallel.region import Region
-from fds.nn.parallel.uses import Edges, Side, Use, check_uses, edges_of, nearest
+from fds.nn.parallel.region import Region, ranges
+from fds.nn.parallel.tokens import OF_ELEMENTS
+from fds.nn.parallel.uses import Edges, Side, Use, check_uses, edges_of, metadata_of, nearest, nodes_behind
+
+_CATS = {torch.cat, torch.concat, torch.concatenate, torch.hstack}
+_SPLITS = {Tensor.view, Tensor.reshape, Tensor.unflatten, torch.reshape, torch.unflatten}
+_ARITHMETIC = {
+    "add", "sub", "mul", "div", "true_divide", "floor_divide", "pow", "rsub", "rdiv", "rpow", "full", "tensor",
+}  # fmt: skip
+
+
+class Divided(int):
+    """An attribute that `heads` divides: this rank's number, which is for shapes and for nothing that is computed."""
+
+    name: str
+    region: Region
+
+    def refuse(self, *_: Any) -> NoReturn:
+        """Raise `LossError`."""
+        raise LossError(
+            "a number is computed from an attribute that 'heads' divides, and would be another one than on one rank",
+            where=f"tensor_parallel: {self.name}",
+            got=f"arithmetic with {int(self)}, this rank's",
+            want="for numbers an attribute of its own, that heads does not name",
+        )
+
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __float__ = refuse  # pyright: ignore[reportAssignmentType]
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        """Divide; the width of what entered, which is whole, by this rank's heads is not the width of a head."""
+        is_whole = other == self.region.width and other not in self.region.widths and not isinstance(other, Divided)
+        return self.refuse() if is_whole else int(other) // int(self)
+
+
+def check_arithmetic(func: Any, args: Sequence[Any]) -> None:
+    """Raise `LossError` for a function of torch that computes with an attribute that is divided."""
+    name = getattr(func, "__name__", "").strip("_")
+    if name in _ARITHMETIC or name.removeprefix("r") in _ARITHMETIC:
+        for x in args:
+            if isinstance(x, Divided):
+                x.refuse()
+
+
+def look_at(func: Any, args: Sequence[Any], out: Any, region: Region, edges: Edges) -> None:
+    """Note what is put together of features, and look at how they are taken apart. Raises `LossError`."""
+    if func in _CATS and isinstance(out, Tensor) and out.grad_fn is not None:
+        widths = [x.shape[-1] for x in args[0]]
+        if len(widths) > 1 and sum(widths) == out.shape[-1]:
+            wholes = [sum(region.pieces_in_graph(x)) for x in args[0]]
+            metadata_of(out.grad_fn)["features"] = (out.shape, widths, wholes)
+    elif func in _SPLITS and isinstance(args[0], Tensor) and args[0].grad_fn is not None:
+        _check_split(args[0], out.shape, region, edges)
+
+
+def _check_split(x: Tensor, shape: torch.Size, region: Region, edges: Edges) -> None:
+    """Raise `LossError` where what a column returned in parts is taken apart head by head."""
+    parts, before = metadata_of(x.grad_fn).get("pieces", ()), x.dim() - 1
+    if len(parts) < 2 or shape[:before] != x.shape[:before] or math.prod(shape[before:]) != x.shape[-1]:
+        return
+    count, width = shape[before], math.prod(shape[before + 1 :])
+    borders = itertools.accumulate(ranges(part, region.axis)[region.axis.index][1] for part in parts)
+    is_by_heads = count in region.counts and count != len(parts)
+    if count > 1 and (is_by_heads or any(border % width for border in borders)):
+        raise LossError(
+            "a projection that is laid out head by head is divided as if it were by parts",
+            where=f"tensor_parallel: {nearest(edges, x.grad_fn)}",
+            got=f"column(parts={parts}), of which {count} pieces of {width} features are taken apart",
+            want=f"fds.nn.column(unit={width}): what stays together on a rank",
+        )
+
+
+def check_row(x: Tensor, cut: tuple[int, ...], name: str, region: Region) -> None:
+    """Raise `LossError` for a row of the whole, or of what several columns return where a plan takes that for one's."""
+    index, size = region.axis.index, region.axis.size
+    ends = list(itertools.accumulate(ranges(part, region.axis)[index][1] for part in cut))
+    if x.shape[-1] == sum(cut) != ends[-1] and not region.pieces_in_graph(x):
+        raise LossError(
+            "a row is given the whole of its input, and takes this rank's piece of it",
+            where=f"tensor_parallel: {name}",
+            got=f"{x.shape[-1]} features",
+            want=f"{ends[-1]} of them, which a 'column' before it returns",
+            hint="'column' for the layer that makes its input; of two that are swapped, 'column' is the first",
+        )
+    for node, _ in nodes_behind(x.grad_fn, stops=lambda node: _mixes(node) or region.passes_between(node)):
+        shape, widths, wholes = metadata_of(node).get("features", ((), (), ()))
+        if shape == x.shape and not set(ends).issuperset(itertools.accumulate(widths)):
+            lengths = tuple(whole or n * size for whole, n in zip(wholes, widths, strict=True))
+            raise LossError(
+                "a row is given what several columns return, side by side, and takes it for what one returns",
+                where=f"tensor_parallel: {name}",
+                got=f"features {' + '.join(map(str, widths))} of this rank",
+                want=f"fds.nn.row(parts={lengths})",
+            )
+
+
+def _mixes(node: Any) -> bool:
+    """Say whether a node of the graph is of a product of matrices, or of attention: its features are other ones."""
+    return "mm" in (name := node.name().lower()) or "attention" in name
+
 
 _OURS, _TORCH = os.path.dirname(__file__), os.path.dirname(torch.__file__)
-_RANDOM = {  # functions that draw as many numbers as what they are given has elements
-    F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu, F.gumbel_softmax,
-    F.rrelu_, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout, torch.alpha_dropout_,
-    torch.feature_alpha_dropout, torch.feature_alpha_dropout_, torch.bernoulli, torch.rand_like, torch.randn_like,
-    torch.randint_like, torch.normal, torch.multinomial, torch.poisson, torch.binomial, torch.rrelu, torch.rrelu_,
-    torch._standard_gamma, torch._sample_dirichlet, Tensor.multinomial, Tensor.bernoulli, Tensor.bernoulli_,
-    Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.random_, Tensor.log_normal_, Tensor.cauchy_,
-    Tensor.geometric_, torch.native_dropout,
-}  # fmt: skip
 _ATTENTION = {F.scaled_dot_product_attention, F.multi_head_attention_forward, torch._native_multi_head_attention}
 
 
@@ -130,27 +222,23 @@ class Watch(DrawsOfAll):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if is_drawn_for_all(func):
             self.known.draws = self.region.draws = self.region.drawing = True
-        given = [*args, *(kwargs or {}).values()]
-        if func in _RANDOM:
-            self._check_whole(func, next((x for x in given if isinstance(x, Tensor)), None))
-        if (
-            func in _ATTENTION
-            and self._is_given_parts()
-            and not (func is F.scaled_dot_product_attention and _is_ours())
-        ):
-            self._raise_for_parts()
-        for x in given:
+        values = [*args, *(kwargs or {}).values()]
+        if func in OF_ELEMENTS:
+            self._check_whole(func, next((x for x in values if isinstance(x, Tensor)), None))
+        if func in _ATTENTION and not (func is F.scaled_dot_product_attention and _is_ours()):
+            self._check_attention()
+        for x in values:
             use = self.uses.get(id(x))
             if use is not None and getattr(func, "__name__", "") != "__get__":
                 self._check_use(use, func)
-        check_arithmetic(func, given)
+        check_arithmetic(func, values)
         try:
             out = super().__torch_function__(func, types, args, kwargs)
         except ERRORS as error:
             self.failed = Failed(error, func, args, kwargs or {})
             raise
         with torch._C.DisableTorchFunction():  # private; as in `DrawsOfAll`
-            look_at(func, given, out, self.region, self.edges)
+            look_at(func, values, out, self.region, self.edges)
         return out
 
     def _check_row(self, x: Tensor, weight: Tensor, cut: tuple[int, ...]) -> None:
@@ -171,18 +259,16 @@ class Watch(DrawsOfAll):
                 want="nn.Dropout, F.dropout, or dropout_p of F.scaled_dot_product_attention",
             )
 
-    def _is_given_parts(self) -> bool:
+    def _check_attention(self) -> None:
         region = self.region
-        return region.run is not None and region.heads is None and not region.inside
-
-    def _raise_for_parts(self) -> None:
-        raise LossError(
-            "attention sees this rank's tokens alone, in a block that is given a part of the sequence",
-            where=f"tensor_parallel over {self.region.axis.name!r}",
-            got="attention that the plan leaves whole, inside of 'sequence'",
-            want="'heads' for the module of attention, with its projections 'column' and 'row'",
-            hint="or no 'sequence' for the block",
-        )
+        if region.run is not None and region.heads is None and not region.inside:
+            raise LossError(
+                "attention sees this rank's tokens alone, in a block that is given a part of the sequence",
+                where=f"tensor_parallel over {region.axis.name!r}",
+                got="attention that the plan leaves whole, inside of 'sequence'",
+                want="'heads' for the module of attention, with its projections 'column' and 'row'",
+                hint="or no 'sequence' for the block",
+            )
 
     def _check_use(self, use: Use, func: Any) -> None:
         if use.lies == "piece" and not use.by_hand and not _is_ours():

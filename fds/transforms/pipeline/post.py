@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.collectives import Axis, Work
-from fds.collectives.dry import dry
+from fds.collectives.links import dry
 from fds.collectives.traffic import Expected
 from fds.errors import BatchError, LossError
 from fds.plans import Action, Op

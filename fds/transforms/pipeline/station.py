@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fds import random, tree
 from fds.collectives import Axis, fingerprint
-from fds.collectives.dry import dry
+from fds.collectives.links import dry
 from fds.collectives.traffic import Expected
 from fds.errors import LossError
 from fds.microbatches import Microbatches

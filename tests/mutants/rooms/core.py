@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "nested-gradients-cut-off",
         "fds/autodiff/_value_and_grad.py",
-        "    if attached or _scopes.inside():",
+        "    if attached or is_inside_loss():",
         "    if attached:",
         "a gradient inside a loss of the step is a constant, without a word",
         "tests/unit/test_autodiff.py tests/unit/step/test_gradients_inside.py",
@@ -95,7 +95,7 @@ MUTANTS = (
     Mutant(
         "recomputation-updates-statistics",
         "fds/loss/microbatch.py",
-        "given.setdefault(index, dict(current))",
+        "old.setdefault(index, dict(current))",
         "dict(current)",
         "batch statistics are updated once more where a layer is computed again",
         "tests/laws/test_law_2_checkpointing.py tests/unit/loss/test_carried.py tests/unit/loss/test_layers.py",
@@ -118,7 +118,7 @@ MUTANTS = (
     ),
     Mutant(
         "replayed-draws-by-their-place",
-        "fds/loss/record.py",
+        "fds/loss/recorder.py",
         'random.reseed(random.seed(key, "draw", op.draw), self.drawn_on)',
         'random.reseed(random.seed(key, "draw", chosen.index(i)), self.drawn_on)',
         "a parameter's initial values depend on which others a rank builds",
@@ -126,9 +126,9 @@ MUTANTS = (
     ),
     Mutant(
         "float32-modules-in-16-bit",
-        "fds/loss/mixed.py",
-        "kept = own and all(any(fnmatch.fnmatchcase(n, p) for p in patterns) for n in own)",
-        "kept = own and all(any(fnmatch.fnmatchcase(n, p) for p in patterns[:1]) for n in own)",
+        "fds/loss/modes.py",
+        "kept = names and all(any(fnmatch.fnmatchcase(n, p) for p in patterns) for n in names)",
+        "kept = names and all(any(fnmatch.fnmatchcase(n, p) for p in patterns[:1]) for n in names)",
         "of several patterns of `keep_float32` only the first makes modules compute in float32",
         "tests/transforms/test_precision.py",
     ),

@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-zigzag-sees-the-later-chunk",
-        "fds/nn/parallel/ring.py",
+        "fds/nn/parallel/attention.py",
         "(EVERY, slice(half), False) if is_earlier",
         "(EVERY, EVERY, False) if is_earlier",
         "queries see keys after them",
@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradients-do-not-travel",
-        "fds/nn/parallel/ring.py",
+        "fds/nn/parallel/attention.py",
         "                grads += late.wait()",
         "                late.wait()",
         "keys get the gradients of the last rank that saw them alone",
@@ -119,7 +119,7 @@ MUTANTS = (
     ),
     Mutant(
         "repeated-heads-are-too-many",
-        "fds/nn/parallel/ulysses.py",
+        "fds/nn/parallel/attention.py",
         "math.lcm(x.shape[1], n) // x.shape[1]",
         "n",
         "keys are sent n times where once is enough",
@@ -143,9 +143,9 @@ MUTANTS = (
     ),
     Mutant(
         "tokens-meet-tokens",
-        "fds/nn/parallel/along.py",
-        'found |= {"mixes"} if self._makes_pairs() else set()',
-        "found |= set()",
+        "fds/nn/parallel/mixing.py",
+        'effects |= {"mixes"} if self._makes_pairs() else set()',
+        "effects |= set()",
         "attention that is written by hand sees a part",
         MIXING,
     ),

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fds import collectives as c
+from fds.collectives.functional import copy_in, sum_out
 from fds.errors import FdsError
-from fds.nn.parallel import mappings
 from fds.nn.parallel.overlapped import copied_linear, gathered_linear, linear_scattered, linear_summed
 from tests import ranks
 from tests.bits import assert_rounding, assert_same_bits
@@ -42,12 +42,12 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 CASES = {
     "copied": Case(
         lambda x, ws, bs, axis, dim, chunks: copied_linear(x, ws, bs, axis),
-        lambda x, ws, bs, axis, dim: linears(mappings.copied(x, axis), ws, bs),
+        lambda x, ws, bs, axis, dim: linears(copy_in(x, axis), ws, bs),
         most=MANY,
     ),
     "summed": Case(
         lambda x, ws, bs, axis, dim, chunks: (linear_summed(x, ws[0], axis, chunks),),
-        lambda x, ws, bs, axis, dim: (mappings.summed(F.linear(x, ws[0]), axis),),
+        lambda x, ws, bs, axis, dim: (sum_out(F.linear(x, ws[0]), axis),),
     ),
     "gathered": Case(
         lambda x, ws, bs, axis, dim, chunks: gathered_linear(x, ws, bs, axis, dim=dim, chunks=chunks),

@@ -1,6 +1,7 @@
-"""Self-attention whose heads are divided over a tensor axis.
+"""Layers made of columns and rows: self-attention by heads, and a feed-forward layer by hidden units.
 
     q, k, v = qkv(x)        y = out(softmax(q k^T / sqrt(d)) v)        by heads of d = width / num_heads
+    y = down(f(up(x)))      or, gated, y = down(silu(gate(x)) * up(x)), where gate and up are one matrix
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; grouped queries: Ainslie et al. 2023, arXiv:2305.13245.
 """
@@ -14,10 +15,60 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fds.errors import LossError, is_number
-from fds.kernels import rotary
+from fds.errors import LossError, did_you_mean, is_number
+from fds.kernels import rotary, swiglu
 from fds.nn.parallel import checking
 from fds.nn.parallel.linear import ColumnLinear, RowLinear
+
+_FUNCTIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+ACTIVATIONS = (*_FUNCTIONS, "swiglu")
+
+
+class MLP(nn.Module):
+    """A feed-forward layer, divided over the axis of `fds.tensor_parallel` where there is one.
+
+    Args:
+        width: of its input and output.
+        hidden: how many hidden units; their matrices are `up` (hidden, width) and `down` (width, hidden).
+        activation: "gelu", "relu", "silu", or "swiglu", for which `up` is (2 * hidden, width): gate, then up.
+        bias: whether both have biases.
+        dropout: probability with which hidden units are dropped.
+
+    Raises `LossError` for another activation, and for what is not a size, a flag or a probability.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        activation: str = "gelu",
+        bias: bool = True,
+        dropout: float = 0.0,
+        **factory: Any,
+    ):
+        checking.sizes("MLP", width=width, hidden=hidden)
+        checking.flags("MLP", LossError, bias=bias)
+        checking.rate("MLP", dropout)
+        super().__init__()
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LossError(
+                "there is no such activation",
+                where="MLP",
+                got=repr(activation),
+                want=", ".join(map(repr, ACTIVATIONS)),
+                hint=did_you_mean(str(activation), list(ACTIVATIONS)),
+            )
+        parts = 2 if activation == "swiglu" else 1
+        self.up = ColumnLinear(width, parts * hidden, bias, parts=parts, **factory)
+        self.down = RowLinear(hidden, width, bias, **factory)
+        self.dropout, self.activation = nn.Dropout(dropout), activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output (..., width), given (..., width)."""
+        y = self.up(x)
+        y = swiglu(*y.chunk(2, -1)) if self.activation == "swiglu" else _FUNCTIONS[self.activation](y)
+        return self.down(self.dropout(y))
 
 
 class SelfAttention(nn.Module):
@@ -80,8 +131,8 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return what each token attends to (batch, sequence, width), given (batch, sequence, width)."""
         counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        every = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k, v = every.split(counts, 1)
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = qkv.split(counts, 1)
         if self.theta is not None:
             q, k = self._turned(q), self._turned(k)
         grouped = self.num_heads != self.num_kv_heads

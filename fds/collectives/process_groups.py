@@ -1,9 +1,10 @@
-"""Collectives over gloo, composed of messages between pairs of ranks; sums are taken locally, in rank order.
+"""Links over process groups of torch.distributed. Over NCCL collectives are torch's own, with one group per axis.
 
-gloo's own reduce-scatter and all-gather of 64 MB took 99 and 74 ms on two ranks, messages and a local sum 30 and 24
-(64 KB: 0.77 and 0.57 against 0.27 and 0.19). All messages use one process group; an axis needs no group of its own,
-only tags. `ProcessGroup.send` and `dist.isend` take the same time; the former has a tag argument. Splitting a message
-into 2 to 16 parts gained nothing at any size.
+Over gloo they are composed of messages between pairs of ranks; sums are taken locally, in rank order. gloo's own
+reduce-scatter and all-gather of 64 MB took 99 and 74 ms on two ranks, messages and a local sum 30 and 24 (64 KB: 0.77
+and 0.57 against 0.27 and 0.19). All messages use one process group; an axis needs no group of its own, only tags.
+`ProcessGroup.send` and `dist.isend` take the same time; the former has a tag argument. Splitting a message into 2 to 16
+parts gained nothing at any size.
 """
 
 from __future__ import annotations
@@ -20,10 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fds.collectives.interrupts import Interruptible, was_closed
-from fds.collectives.links import Collective, Work, different, same_memory
-from fds.collectives.reductions import bounds, is_exchanged, reduce_in_rank_order
-from fds.collectives.waits import Label, Origin, Wait, kind_of, origin
+from fds.collectives.links import Collective, Work, bounds, different, is_exchanged, reduce_in_rank_order, same_memory
+from fds.collectives.waits import Interruptible, Label, Origin, Wait, kind_of, origin, was_closed
 from fds.errors import FdsError, RankError
 
 # The kind of message in a tag: of a collective, of its second phase, of a send, of an exchange.
@@ -75,7 +74,7 @@ class GlooLink:
                 pieces = [x[slice(*bounds(len(x), self.size, i))] for i in range(self.size)]
                 first = self._reduce_scatter(collective, pieces[self.index], pieces, collective.how, tag)
                 second = self._tag(collective, self.count, SECOND)
-                return Chain(first, lambda: self._all_gather(collective, pieces, pieces[self.index], second))
+                return _Chain(first, lambda: self._all_gather(collective, pieces, pieces[self.index], second))
             case "all_to_all":
                 return self._all_to_all(collective, out.chunk(self.size), x.chunk(self.size), tag)
             case "broadcast":
@@ -85,13 +84,13 @@ class GlooLink:
 
     def exchange(self, collective: Collective, text: str) -> list[str]:
         """Return the texts of all ranks; lengths are sent first. Raises `RankError` if their purposes differ."""
-        own = torch.frombuffer(bytearray(f"{collective.how}\0{text}".encode()), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(f"{collective.how}\0{text}".encode()), dtype=torch.uint8)
         lengths = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         self.exchanges += 1
-        length, first = torch.tensor([len(own)], device="cpu"), 2 * self.exchanges
+        length, first = torch.tensor([len(mine)], device="cpu"), 2 * self.exchanges
         self._all_gather(collective, lengths.chunk(self.size), length, self._tag(collective, first, EXCHANGE)).wait()
         texts = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths.tolist()]
-        self._all_gather(collective, texts, own, self._tag(collective, first + 1, EXCHANGE)).wait()
+        self._all_gather(collective, texts, mine, self._tag(collective, first + 1, EXCHANGE)).wait()
         replies = [x.numpy().tobytes().decode().split("\0", 1) for x in texts]
         if any(how != collective.how for how, _ in replies):
             started = zip(self.ranks, (str(attrs.evolve(collective, how=how)) for how, _ in replies), strict=True)
@@ -127,13 +126,13 @@ class GlooLink:
     def _reduce_scatter(
         self, collective: Collective, out: Tensor, pieces: list[Tensor], how: str, tag: Label
     ) -> Messages:
-        messages, own = Messages(self, collective), pieces[self.index]
+        messages, mine = Messages(self, collective), pieces[self.index]
         # On two ranks the piece received is added in place; `out` receives it unless it is this rank's own piece.
-        direct = self.size == 2 and not same_memory(out, own)
-        received = {i: out if direct else messages.scratch(own) for i in self._others()}
+        direct = self.size == 2 and not same_memory(out, mine)
+        received = {i: out if direct else messages.scratch(mine) for i in self._others()}
         for i in self._others():
             messages.swap(i, received[i], pieces[i], tag)
-        parts = [received.get(i, own) for i in range(self.size)]
+        parts = [received.get(i, mine) for i in range(self.size)]
         messages.finish = lambda: reduce_in_rank_order(parts, out, how, spare=received.get(0))
         return messages
 
@@ -260,26 +259,23 @@ class Messages:
         return self.over
 
     def _named(self, peer: int) -> contextlib.AbstractContextManager:
-        closed = functools.partial(was_closed, self.link.group)
-        return naming(self.collective, self.link.ranks, self.link.index, self.link.ranks[peer], closed)
+        return _naming(self.link, self.collective, self.link.ranks[peer])
 
 
 @attrs.define(eq=False)
-class Chain:
+class _Chain:
     """Two collectives in sequence: the second starts in `wait`, after the first."""
 
     first: Work
     then: Callable[[], Work] | None
 
     def wait(self) -> None:
-        """Wait for the first, start the second and wait for it. Raises `RankError`."""
         if self.then is not None:
             self.first.wait()
             self.then().wait()
             self.then = None
 
     def done(self) -> bool:
-        """Say whether `wait` has returned."""
         return self.then is None
 
 
@@ -289,27 +285,21 @@ def _digest(data: tuple, modulus: int) -> int:
 
 
 @contextlib.contextmanager
-def naming(
-    collective: Collective,
-    ranks: tuple[int, ...],
-    index: int,
-    peer: int | None,
-    closed: Callable[[], bool] = lambda: False,
-) -> Iterator[None]:
-    """Raise `RankError` in place of torch's error when another rank failed, or Ctrl-C closed connections (`closed`)."""
+def _naming(link: GlooLink, collective: Collective, peer: int | None = None) -> Iterator[None]:
+    """Raise `RankError` in place of torch's error when another rank failed, or Ctrl-C closed gloo's connections."""
     try:
         yield
     except RuntimeError as error:
         if not _from_torch(error):
             raise
-        if closed():
+        if peer is not None and was_closed(link.group):
             raise RankError(
                 "Ctrl-C was pressed while this rank waited for others, which closed its connections to them",
-                where=f"rank {ranks[index]}, in {collective}",
+                where=f"rank {link.ranks[link.index]}, in {collective}",
                 want="all ranks to end",
                 hint="go on from the last save",
             ) from error
-        raise lost(collective, ranks, index, peer, error) from error
+        raise lost(collective, link.ranks, link.index, peer, error) from error
 
 
 def _from_torch(error: BaseException) -> bool:
@@ -346,3 +336,68 @@ def lost(
         if late
         else "look at the output of the rank that ended first",
     )
+
+
+# renamed in torch 2.13, which warns about the old names
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@attrs.frozen(eq=False)
+class NcclLink:
+    """The link of one axis over its own NCCL group, whose ranks are in the order of the axis."""
+
+    group: dist.ProcessGroup
+    host: GlooLink
+
+    def start(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
+        """Start a collective on NCCL's stream; tensors of the CPU go over gloo."""
+        return (
+            self.host.start(collective, out, x) if x.device.type == "cpu" else self.start_in_group(collective, out, x)
+        )
+
+    def start_in_group(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
+        """Start a collective of tensors that the group carries."""
+        to = {"group": self.group, "async_op": True}
+        with _naming(self.host, collective):
+            match collective.op:
+                case "all_gather":
+                    work = _all_gather(out, x, **to)
+                case "reduce_scatter":
+                    work = _reduce_scatter(out, x, **to)
+                case "all_reduce":
+                    work = dist.all_reduce(x, _OPS[collective.how], **to)
+                case "all_to_all":
+                    work = dist.all_to_all_single(out, x, **to)
+                case "broadcast":
+                    work = dist.broadcast(x, self.host.ranks[collective.peer], **to)
+                case "send":
+                    work = dist.isend(x, self.host.ranks[collective.peer], self.group)
+                case _:
+                    assert collective.op == "recv", collective
+                    work = dist.irecv(out, self.host.ranks[collective.peer], self.group)
+        return _NcclWork(self.host, collective, work, (out, x))
+
+    def exchange(self, collective: Collective, text: str) -> list[str]:
+        """Return the texts of all ranks, sent over gloo."""
+        return self.host.exchange(collective, text)
+
+
+@attrs.define(eq=False)
+class _NcclWork:
+    """Torch's work, for which the current stream waits, and the tensors that are kept alive for it."""
+
+    host: GlooLink
+    collective: Collective
+    work: Any
+    held: tuple[Tensor, ...]
+
+    def wait(self) -> None:
+        if self.held:
+            with _naming(self.host, self.collective):
+                self.work.wait()
+            self.held = ()
+
+    def done(self) -> bool:
+        return not self.held or self.work.is_completed()
