@@ -24,22 +24,17 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
 
     # transforms, in the order of the stations that they fill
     from fds.transforms.accumulate import accumulate
-    from fds.transforms.freeze import freeze
-    from fds.transforms.freeze import quantize_frozen
+    from fds.transforms.freeze import freeze, quantize_frozen
     from fds.transforms.pipeline import pipeline
     from fds.transforms.shard_optimizer import shard_optimizer
     from fds.transforms.tensor_parallel import tensor_parallel
     from fds.transforms.context_parallel import context_parallel
     from fds.transforms.local_updates import local_updates
-    from fds.transforms.precision import precision
-    from fds.transforms.precision import autocast
+    from fds.transforms.precision import autocast, precision
     from fds.transforms.checkpoint_activations import checkpoint_activations
-    from fds.transforms.compile import compile
-    from fds.transforms.loss_scale import loss_scale
-    from fds.transforms.loss_scale import static_loss_scale
-    from fds.transforms.loss_scale import skip_nonfinite
-    from fds.transforms.clip import clip_by_global_norm
-    from fds.transforms.clip import clip_by_value
+    from fds.transforms.compile import compile, cuda_graph
+    from fds.transforms.loss_scale import loss_scale, skip_nonfinite, static_loss_scale
+    from fds.transforms.clip import clip_by_global_norm, clip_by_value
     from fds.optim import (
         Optimizer,
         adagrad,
@@ -55,12 +50,9 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
         zero_one_adam,
     )
     from fds.transforms.ema import ema
-    from fds.transforms.offload import offload
-    from fds.transforms.offload import donate
-    from fds.transforms.compile import cuda_graph
+    from fds.transforms.offload import donate, offload
     from fds.transforms.profiled import profiled
-    from fds.transforms.kernels import reference_kernels
-    from fds.transforms.kernels import triton_kernels
+    from fds.transforms.kernels import reference_kernels, triton_kernels
 
     # a parameter that is gathered when it is used, as a plain tensor
     from fds.step.sharding.handles import materialize
@@ -87,8 +79,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.data import DistributedLoader, RepeatingLoader
 
     # for those who come from DeepSpeed
-    from fds.config.initialize import add_config_arguments
-    from fds.config.initialize import initialize
+    from fds.config.initialize import add_config_arguments, initialize
 
     # rooms that are used by name
     from fds import (

@@ -1,7 +1,9 @@
-"""Read a configuration from a dict, a JSON file, or JSON in base64, as DeepSpeed's launcher passes it.
+"""Read a configuration from a dict, a JSON file, or JSON in base64, and fill in the values of `"auto"`.
 
 DeepSpeed reads files as HJSON, which allows comments, commas after the last value and keys without quotes. So does this
 if the package hjson is installed (the extra `hjson`); JSON does not need it. `unknown="warn"` leaves out unknown keys.
+
+Source: the documentation of transformers' DeepSpeed integration: which keys it fills in, and from what.
 """
 
 from __future__ import annotations

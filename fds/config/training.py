@@ -286,6 +286,7 @@ def _named(name: str) -> list[str]:
     return [found] if found in OPERATIONS else []
 
 
+# What needs neither a mesh nor batch sizes is built once when a configuration is read, so that an error names its keys.
 _CALLS = (  # function that returns a call, and the groups that it reads
     (lambda config: optimizer_call(config) or schedule_call(config), ("optimizer", "scheduler")),
     (loss_scale_call, ("fp16", "amp", "torch_autocast")),

@@ -287,6 +287,8 @@ def _at(arrivals: list[float], number: int) -> float:
     return arrivals[number] if number < len(arrivals) else math.inf
 
 
+# Plans of one stage per rank, which the search can time quickly: a row is a string of F, B and W, whose n-th F is the
+# forward of microbatch n, and so on, so that moving a letter keeps the microbatches in order.
 LetterRows = tuple[str, ...]
 
 _OPS = {"F": Op.FORWARD, "B": Op.BACKWARD_INPUT, "W": Op.BACKWARD_WEIGHT}

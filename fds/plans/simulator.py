@@ -26,19 +26,17 @@ from fds.plans.timeline import Event, Timeline, peaks
 PerStage = float | Sequence[float]
 
 
-def _numbers(name: str):
-    def check(_self: object, _field: object, value: PerStage) -> None:
-        values = [value] if isinstance(value, int | float) else list(value)
-        if not values or any(isinstance(v, bool) or not v >= 0 or math.isinf(v) for v in values):
-            raise PlanError(
-                "a cost is negative or not finite", where=name, got=repr(value), want="one number, or one per stage"
-            )
-
-    return check
+def _check_numbers(_: object, field: attrs.Attribute, value: PerStage) -> None:
+    values = [value] if isinstance(value, int | float) else list(value)
+    if not values or any(isinstance(v, bool) or not v >= 0 or math.isinf(v) for v in values):
+        raise PlanError(
+            "a cost is negative or not finite", where=field.name, got=repr(value), want="one number, or one per stage"
+        )
 
 
-def _as_tuple(value: PerStage) -> float | tuple[float, ...]:
-    return value if isinstance(value, int | float) else tuple(value)
+def _per_stage(default: float) -> Any:
+    as_tuple = lambda value: value if isinstance(value, int | float) else tuple(value)
+    return attrs.field(default=default, converter=as_tuple, validator=_check_numbers)
 
 
 @attrs.frozen
@@ -49,12 +47,12 @@ class Costs:
     number of microbatches.
     """
 
-    forward: PerStage = attrs.field(default=1.0, converter=_as_tuple, validator=_numbers("forward"))
-    backward_input: PerStage = attrs.field(default=1.0, converter=_as_tuple, validator=_numbers("backward_input"))
-    backward_weight: PerStage = attrs.field(default=1.0, converter=_as_tuple, validator=_numbers("backward_weight"))
-    activation_bytes: PerStage = attrs.field(default=1.0, converter=_as_tuple, validator=_numbers("activation_bytes"))
-    message_bytes: PerStage = attrs.field(default=0.0, converter=_as_tuple, validator=_numbers("message_bytes"))
-    latency: float = attrs.field(default=0.0, validator=_numbers("latency"))  # of a message between two ranks
+    forward: PerStage = _per_stage(1.0)
+    backward_input: PerStage = _per_stage(1.0)
+    backward_weight: PerStage = _per_stage(1.0)
+    activation_bytes: PerStage = _per_stage(1.0)
+    message_bytes: PerStage = _per_stage(0.0)
+    latency: float = attrs.field(default=0.0, validator=_check_numbers)  # of a message between two ranks
     bytes_per_second: float = attrs.field(default=math.inf)  # of a message between two ranks
 
     @bytes_per_second.validator  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from fds import tree
@@ -17,6 +18,7 @@ from fds.errors import ComposeError, Rule, count, instance, is_number
 from fds.step import Dimension, Named, Shard, Step, Transport, fill, transform
 
 _AXIS = instance(Axis, ": {name} is not an axis", 'fds.mesh(dp=-1)["dp"]')
+_TRANSPORT = "fds.transports.quantized(8), or another fds.step.Transport"
 _NODES = 'mesh = fds.mesh(node=2, local=-1); axis=mesh["node", "local"], stage=3, secondary=mesh["local"]'
 
 
@@ -33,6 +35,7 @@ _NODES = 'mesh = fds.mesh(node=2, local=-1); axis=mesh["node", "local"], stage=3
         ": gradients cannot be divided by predivide",
         "a positive number, or None",
     ),
+    weights=instance(Transport, ": {name} is not a transport", _TRANSPORT).or_none(),
     secondary=instance(Axis, ": {name} is not an axis", _NODES).or_none(),
 )
 def shard_optimizer(
@@ -85,9 +88,9 @@ def shard_optimizer(
     `StateError` where `max_live_bytes` has no room for a bucket, and for a pattern that matches no parameter.
     """
     axis.check_current()
-    _check_transports(stage, weights, gradients)
+    for what, got, want in _faults(axis, stage, weights, gradients, secondary):
+        raise ComposeError(f"shard_optimizer: {what}", got=got, want=want)
     by_name = Named(gradients) if isinstance(gradients, dict) else gradients
-    _check_secondary(axis, stage, secondary)
     data = axis if replicate is None else _joined(axis, replicate)
     copies = replicate.channel("step") if replicate is not None and replicate.size > 1 else None
     shard = Shard(  # on its own channels, so that collectives of the loss are not mixed with its own
@@ -113,49 +116,28 @@ def shard_optimizer(
     return apply
 
 
-def _check_transports(stage: int, weights: Any, gradients: Any) -> None:
+def _faults(
+    axis: Axis, stage: int, weights: Any, gradients: Any, secondary: Axis | None
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (what is wrong, got, want) of arguments that do not go together."""
     by_name: dict[Any, Any] = {**gradients} if tree.is_dict(gradients) else {}
     if tree.is_dict(gradients) and not (by_name and all(isinstance(pattern, str) for pattern in by_name)):
-        raise ComposeError(
-            "shard_optimizer: gradients by name are transports by pattern",
-            got=repr(gradients)[:80],
-            want='{"*embed*": fds.transports.rows()}',
-        )
-    named = {f"gradients[{key!r}]": one for key, one in by_name.items()} or {"gradients": gradients}
-    for name, one in {"weights": weights, **named}.items():
-        if not isinstance(one, Transport) and (one is not None or (name in named and by_name)):
-            raise ComposeError(
-                f"shard_optimizer: {name} is not a transport",
-                got=repr(one)[:80],
-                want="fds.transports.quantized(8), or another fds.step.Transport",
-            )
+        want = '{"*embed*": fds.transports.rows()}'
+        yield "gradients by name are transports by pattern", repr(gradients)[:80], want
+    named = {f"gradients[{key!r}]": way for key, way in by_name.items()} or {"gradients": gradients}
+    for name, way in named.items():
+        if not isinstance(way, Transport) and (way is not None or by_name):
+            yield f"{name} is not a transport", repr(way)[:80], _TRANSPORT
     if weights is not None and stage == 0:
-        raise ComposeError(
-            "shard_optimizer: at stage 0 no weights are sent",
-            got=f"stage=0, weights={weights}",
-            want="stage=1, 2 or 3, or gradients alone",
-        )
+        yield "at stage 0 no weights are sent", f"stage=0, weights={weights}", "stage=1, 2 or 3, or gradients alone"
     if weights is not None and (weights.keeps or weights.draws):
-        raise ComposeError(
-            "shard_optimizer: what a message of weights loses is not sent later, and the same in every call",
-            got=f"weights={weights}",
-            want="fds.transports.quantized(8), without feedback, and not stochastic",
-        )
-
-
-def _check_secondary(axis: Axis, stage: int, secondary: Any) -> None:
-    if secondary is None:
-        return
-    if stage != 3:
-        raise ComposeError(
-            "shard_optimizer: only stage 3 gathers again, from a secondary axis", got=f"stage={stage}", want=_NODES
-        )
-    if secondary.mesh != axis.mesh or not set(secondary.ranks) <= set(axis.ranks):
-        raise ComposeError(
-            "shard_optimizer: secondary is not an axis inside the one of the slices",
-            got=f"{secondary.name!r} and {axis.name!r}",
-            want=_NODES,
-        )
+        what = "what a message of weights loses is not sent later, and the same in every call"
+        yield what, f"weights={weights}", "fds.transports.quantized(8), without feedback, and not stochastic"
+    if secondary is not None and stage != 3:
+        yield "only stage 3 gathers again, from a secondary axis", f"stage={stage}", _NODES
+    if secondary is not None and (secondary.mesh != axis.mesh or not set(secondary.ranks) <= set(axis.ranks)):
+        what = "secondary is not an axis inside the one of the slices"
+        yield what, f"{secondary.name!r} and {axis.name!r}", _NODES
 
 
 def _joined(axis: Axis, replicate: Axis) -> Axis:

@@ -241,7 +241,13 @@ def _nothing(leaves: list[Tensor]) -> None:
 
 
 def run_row(plan: Lowered, work: Computations, post: Post, failure: Failure | None) -> Failure | None:
-    """Do this rank's row; return what failed first on it, where something did. Raises `RankError` for a lost rank."""
+    """Do this rank's row; return what failed first on it, where something did. Raises `RankError` for a lost rank.
+
+    A row is lowered: it says when a message is sent, and from when on it may be received. Both only begin there; a send
+    is waited for when its buffer is needed again, a receive when what it brings is used. A rank on which an action
+    fails goes on through its row without computing: it receives what is sent to it and sends zeros, so that no other
+    rank waits for it, and at the end all ranks learn what happened.
+    """
     for action in plan.row:
         if failure is None:
             try:
@@ -270,7 +276,10 @@ def _do(action: Action, work: Computations, post: Post, *, hollow: bool = False)
 
 
 def run_alone(plan: Plan, work: Computations, failure: Failure | None) -> Failure | None:
-    """Do the computations of a plan; return what failed first, where something did. Raises what a lost rank raises."""
+    """Do the computations of a plan; return what failed first, where something did. Raises what a lost rank raises.
+
+    One process does all rows, in one order that gives each action what it needs: it sends nothing and cannot deadlock.
+    """
     mail = Local()
     for place, (_, action) in enumerate(linear(plan)):
         if failure is None:

@@ -1,4 +1,12 @@
-"""One stage of a pipeline: some consecutive layers, and the graphs of the microbatches that are under way in it."""
+"""One stage of a pipeline: some consecutive layers, and the graphs of the microbatches that are under way in it.
+
+Backward in two halves shares the work: B towards a call's inputs, W towards its parameters. B runs the graph from the
+outputs to the inputs alone, and keeps the gradients that arrive where the graph branches to parameters. W starts from
+those, runs what hangs off the branches, and frees the graph: a linear layer costs one matrix product in each. A graph
+cannot be cut so where a parameter is reached from two branches of which one leads to the other (W would run the way
+between them again), or where a branch is an autograd.Function of Python, or another operation that computes all of its
+gradients however few are asked for.
+"""
 
 from __future__ import annotations
 
