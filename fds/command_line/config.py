@@ -127,8 +127,10 @@ def _explain(options: Options) -> str:
 
 def in_options(hint: str) -> str:
     """Return the hint of a `ConfigError` with options of this command in place of arguments in Python."""
-    missing, found, _ = hint.partition("; pass auto=")
-    return f"{missing}; pass --auto KEY=VALUE for each" if found else hint.replace('unknown="warn"', "--unknown warn")
+    missing, separator, _ = hint.partition("; pass auto=")
+    return (
+        f"{missing}; pass --auto KEY=VALUE for each" if separator else hint.replace('unknown="warn"', "--unknown warn")
+    )
 
 
 def _explained(options: Options) -> str:
@@ -137,8 +139,8 @@ def _explained(options: Options) -> str:
     axes = _axes(sizes, world_size) if sizes else axes_of(config.filled(auto), world_size or 1)
     if auto:
         config = config.resolve(world_size=data_ranks(axes), auto=auto)
-    found = explanation(config, axes, options.parameters)
-    return json.dumps(found.to_dict(), indent=2) if options.json else str(found)
+    explained = explanation(config, axes, options.parameters)
+    return json.dumps(explained.to_dict(), indent=2) if options.json else str(explained)
 
 
 def _axes(sizes: dict[str, int], world_size: int | None) -> dict[str, int]:

@@ -160,6 +160,6 @@ def _columns(width: int | None) -> int | None:
 def _facts(line: Timeline) -> str:
     live = " ".join(map(str, line.peak_live))
     most = " ".join(f"{x:g}" for x in line.peak_bytes)
-    held = f"peak live {live}" if most == live else f"peak live {live}, bytes {most}"
+    memory = f"peak live {live}" if most == live else f"peak live {live}, bytes {most}"
     lost = f"bubble {line.bubble_fraction:.1%}, idle {line.idle_fraction:.1%}"
-    return f"time {line.makespan:g}, {lost}, {held} (per rank)"
+    return f"time {line.makespan:g}, {lost}, {memory} (per rank)"

@@ -128,10 +128,10 @@ def _verify(options: Options) -> int:
     path, tag = locate(options.dir, options.tag)
     wrong = 0
     for one in (options.all and tags(path)) or [tag]:
-        found = verify(path, one)
-        wrong += bool(found)
-        named = escaped(str(path) if one is None else f"{path}:{one}")
-        showing.show([f"{named}: {'damaged' if found else 'whole'}", *(f"  {escaped(text)}" for text in found)])
+        faults = verify(path, one)
+        wrong += bool(faults)
+        name = escaped(str(path) if one is None else f"{path}:{one}")
+        showing.show([f"{name}: {'damaged' if faults else 'whole'}", *(f"  {escaped(text)}" for text in faults)])
     return 1 if wrong else 0
 
 
@@ -145,9 +145,9 @@ def _export(options: Options) -> int:
 def _diff(options: Options) -> int:
     places = zip((options.a, options.b), options.tags or (None, None), strict=True)
     a, b = (open_source(*locate(text, tag)) for text, tag in places)
-    found = differences(a, b)
-    showing.show(showing.comparison(found, len({*a.leaves, *b.leaves})))
-    return 1 if found else 0
+    differing = differences(a, b)
+    showing.show(showing.comparison(differing, len({*a.leaves, *b.leaves})))
+    return 1 if differing else 0
 
 
 def fill_report(parser: Parser) -> None:

@@ -29,7 +29,7 @@ def calls(config: Groups, axes: Mapping[str, int], embeddings: Sequence[str] | N
     Raises `NotSupportedError`, `ConfigError`, and `MeshError` for a mesh without `dp`.
     """
     check_supported(config)
-    found, config = compose_supported(config, axes, (EMBEDDINGS,) if embeddings is None else embeddings)
+    composed, config = compose_supported(config, axes, (EMBEDDINGS,) if embeddings is None else embeddings)
     if embeddings is None and _sends_rows(config):
         raise ConfigError(
             "nobody knows which parameters are embeddings",
@@ -39,7 +39,7 @@ def calls(config: Groups, axes: Mapping[str, int], embeddings: Sequence[str] | N
             hint="of Layers leave the key out, and compose by hand, with "
             f"fds.shard_optimizer(..., gradients={{{EMBEDDINGS!r}: fds.transports.rows()}})",
         )
-    return found
+    return composed
 
 
 def compose_supported(

@@ -220,15 +220,15 @@ def _sizes(mesh: Any) -> dict[str, int]:
 
 def sinks(config: Groups) -> list[Sink]:
     """Return where a resolved configuration has metrics written. Raises `FdsError` for a package that is missing."""
-    found: list[Sink] = []
+    out: list[Sink] = []
     for group, make in ((config.tensorboard, TensorBoard), (config.csv_monitor, CSV)):
         if group.enabled:
-            found.append(make(os.path.join(group.output_path or "", group.job_name)))
+            out.append(make(os.path.join(group.output_path or "", group.job_name)))
     if config.wandb.enabled:
-        found.append(WandB(config.wandb.project, team=config.wandb.team, group=config.wandb.group))
+        out.append(WandB(config.wandb.project, team=config.wandb.team, group=config.wandb.group))
     if (comet := config.comet).enabled:
         assert config.batch.train_batch_size is not None
-        found.append(
+        out.append(
             Comet(
                 comet.project,
                 workspace=comet.workspace,
@@ -241,8 +241,8 @@ def sinks(config: Groups) -> list[Sink]:
             )
         )
     if (every := printed_every(config)) is not None:
-        found.append(Console(every=every))
-    return found
+        out.append(Console(every=every))
+    return out
 
 
 def printed_every(config: Groups) -> int | None:
@@ -274,8 +274,8 @@ def _named(name: str) -> list[str]:
     (['all_gather'], ['send'], [])
     """
     short = re.sub(_ENDINGS, "", name)
-    found = _SAME.get(short, short)
-    if found not in OPERATIONS and found not in _NEVER:
+    operation = _SAME.get(short, short)
+    if operation not in OPERATIONS and operation not in _NEVER:
         raise ConfigError(
             "no such operation",
             where="comms_logger.prof_ops",
@@ -283,7 +283,7 @@ def _named(name: str) -> list[str]:
             want=", ".join(OPERATIONS),
             hint=nearest(short, OPERATIONS),
         )
-    return [found] if found in OPERATIONS else []
+    return [operation] if operation in OPERATIONS else []
 
 
 # What needs neither a mesh nor batch sizes is built once when a configuration is read, so that an error names its keys.

@@ -198,8 +198,8 @@ def _buffers(plan: Plan, rules: Rules) -> tuple[int, ...]:
         for action in filter(_computes, row):
             live += 1 if action.op is Op.FORWARD else -1
             most = max(most, live)
-        held = most if plan.trains else 1  # without a backward nothing is saved
-        counts.append(max(rules.least_buffers, min(held + rules.spare_buffers, plan.num_microbatches)))
+        needed = most if plan.trains else 1  # without a backward nothing is saved
+        counts.append(max(rules.least_buffers, min(needed + rules.spare_buffers, plan.num_microbatches)))
     return tuple(counts)
 
 

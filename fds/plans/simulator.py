@@ -240,8 +240,8 @@ class _Run:
                 events.append(Event(action, start, end))
             rows.append(tuple(events))
         bytes_of = lambda stage: self.costs.at("activation_bytes", stage)
-        held = [peaks(row, bytes_of, trains=self.plan.trains) for row in rows]
-        return Timeline(tuple(rows), tuple(b for b, _ in held), tuple(n for _, n in held))
+        most = [peaks(row, bytes_of, trains=self.plan.trains) for row in rows]
+        return Timeline(tuple(rows), tuple(b for b, _ in most), tuple(n for _, n in most))
 
     def stuck(self) -> PlanError:
         """Return the error that shows what each rank waits for."""

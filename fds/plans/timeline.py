@@ -73,10 +73,10 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         title = f"Timeline: {self.num_ranks} ranks, time {self.makespan:.4g}, bubble {self.bubble_fraction:.1%}"
-        held = f"peak live per rank: {' '.join(map(str, self.peak_live))}" if self.peak_live else ""
+        live = f"peak live per rank: {' '.join(map(str, self.peak_live))}" if self.peak_live else ""
         picture = _html.lanes([_bars(row) for row in self.rows], self.makespan)
         means = _html.legend(legend(event.action for row in self.rows for event in row))
-        return _html.box(title, picture, means, _html.text(held))
+        return _html.box(title, picture, means, _html.text(live))
 
 
 def _bars(row: tuple[Event, ...]) -> list[_html.Bar]:
@@ -188,8 +188,8 @@ def joined(recordings: Iterable[str]) -> Timeline:
     first = min((start for row in rows for _, start, _ in row), default=0.0)
     events = tuple(tuple(Event(action, start - first, end - first) for action, start, end in row) for row in rows)
     trains = any(a.op in COMPUTE and a.op is not Op.FORWARD for row in rows for a, _, _ in row)
-    held = [peaks(row, lambda stage: 1.0, trains=trains) for row in events]
-    return Timeline(events, tuple(b for b, _ in held), tuple(n for _, n in held))
+    most = [peaks(row, lambda stage: 1.0, trains=trains) for row in events]
+    return Timeline(events, tuple(b for b, _ in most), tuple(n for _, n in most))
 
 
 def _read(rank: int, text: str) -> list[tuple[Action, float, float]]:

@@ -144,14 +144,14 @@ def _check_backend(backend: Any) -> None:
     from torch import _dynamo  # slow to import
 
     listed: Any = _dynamo
-    known: list[str] = listed.list_backends(exclude_tags=())
-    if backend not in known:
+    names: list[str] = listed.list_backends(exclude_tags=())
+    if backend not in names:
         raise ComposeError(
             "torch.compile has no such backend",
             where="compile, backend",
             got=repr(backend),
-            want=", ".join(sorted({*known, *_BACKENDS})),
-            hint=nearest(backend, known),
+            want=", ".join(sorted({*names, *_BACKENDS})),
+            hint=nearest(backend, names),
         )
 
 

@@ -121,15 +121,15 @@ class LocalUpdates:
         """Yield the pieces of slices that travel together: a fragment's, of one dtype."""
         sizes = [structure.shapes[i].numel() for i in structure.trained]
         low, high = (sum(sizes) * i // self.fragments for i in (fragment, fragment + 1))
-        found: dict[torch.dtype, list[Piece]] = {}
+        by_dtype: dict[torch.dtype, list[Piece]] = {}
         start = 0
         for index, size in enumerate(sizes):
             first, last = (size if at >= start + size else max(at - start, 0) // CUT * CUT for at in (low, high))
             if first < last:
                 dtype = structure.opt[ANCHOR].dtypes[index]
-                found.setdefault(dtype, []).append(Piece.of(structure, index, first, last))
+                by_dtype.setdefault(dtype, []).append(Piece.of(structure, index, first, last))
             start += size
-        yield from found.values()
+        yield from by_dtype.values()
 
     def bytes_sent(self, structure: Structure) -> tuple[float, float]:
         """Return the most bytes that this rank sends in one call, and the mean over many calls."""
@@ -148,8 +148,8 @@ class LocalUpdates:
     def _kinds(self, structure: Structure, fragment: int) -> list[tuple[int, torch.dtype]]:
         """Return the elements and the dtype of every message of a fragment."""
         dtypes = structure.opt[ANCHOR].dtypes
-        every = self._messages(structure, fragment)
-        return [(sum(x.end - x.start for x in pieces), dtypes[pieces[0].index]) for pieces in every]
+        messages = self._messages(structure, fragment)
+        return [(sum(x.end - x.start for x in pieces), dtypes[pieces[0].index]) for pieces in messages]
 
     def __repr__(self) -> str:
         parts = f", in {self.fragments} fragments" if self.fragments > 1 else ""

@@ -62,17 +62,17 @@ def _gpu(i: int) -> Finding:
     about = torch.cuda.get_device_properties(i)
     free, total = torch.cuda.mem_get_info(i)
     capability = f"{about.major}.{about.minor}"
-    found = f"{about.name}, {total / GIB:.0f} GiB ({free / GIB:.0f} free), compute capability {capability}"
+    text = f"{about.name}, {total / GIB:.0f} GiB ({free / GIB:.0f} free), compute capability {capability}"
     values = {"name": about.name, "total_bytes": total, "free_bytes": free, "capability": capability}
     if torch.version.hip is None and (about.major, about.minor) < (7, 0):
         advice = "Triton compiles for 7.0 and later: leave fds.triton_kernels() out"
-        return Finding(f"GPU {i}", found, "note", advice, values)
+        return Finding(f"GPU {i}", text, "note", advice, values)
     if torch.version.hip is None and about.major < 8:
         advice = "no bfloat16 in hardware: fds.precision(torch.float16) with fds.loss_scale()"
-        return Finding(f"GPU {i}", found, "note", advice, values)
+        return Finding(f"GPU {i}", text, "note", advice, values)
     if free < total / 2:
-        return Finding(f"GPU {i}", found, "note", "other processes hold its memory: nvidia-smi names them", values)
-    return Finding(f"GPU {i}", found, values=values)
+        return Finding(f"GPU {i}", text, "note", "other processes hold its memory: nvidia-smi names them", values)
+    return Finding(f"GPU {i}", text, values=values)
 
 
 CGROUP, MEMORY, SHARED = Path("/sys/fs/cgroup"), Path("/proc/meminfo"), Path("/dev/shm")
@@ -96,12 +96,12 @@ def _threads() -> Finding:
     quota = _quota()
     allowed = cores if quota is None else min(cores, quota)
     threads = torch.get_num_threads()
-    found = f"{cores} cores{f', of whose time {quota:g} are allowed' if quota else ''}; torch takes {threads} threads"
+    text = f"{cores} cores{f', of whose time {quota:g} are allowed' if quota else ''}; torch takes {threads} threads"
     values = {"cores": cores, "quota": quota, "threads": threads}
     if threads > max(allowed, 1):
         advice = f"more threads than cores wait for each other: export OMP_NUM_THREADS={max(1, int(allowed))}"
-        return Finding("cores", found, "note", advice, values)
-    return Finding("cores", found, values=values)
+        return Finding("cores", text, "note", advice, values)
+    return Finding("cores", text, values=values)
 
 
 def _quota() -> float | None:
@@ -118,12 +118,12 @@ def _memory() -> Finding:
     sizes = {name: int(rest.split()[0]) * 1024 for name, rest in lines if name in ("MemTotal", "MemAvailable")}
     total, available = sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemTotal"])
     limit = _limit()
-    found = f"{total / GIB:.1f} GiB, {available / GIB:.1f} available"
+    text = f"{total / GIB:.1f} GiB, {available / GIB:.1f} available"
     values = {"total_bytes": total, "available_bytes": available, "limit_bytes": limit}
     if limit is not None and limit < total:
         advice = "the container is killed beyond it"
-        return Finding("memory", f"{found}, limited to {limit / GIB:.1f}", "note", advice, values)
-    return Finding("memory", found, values=values)
+        return Finding("memory", f"{text}, limited to {limit / GIB:.1f}", "note", advice, values)
+    return Finding("memory", text, values=values)
 
 
 def _limit() -> int | None:
@@ -140,8 +140,8 @@ def _shared() -> Finding:
     total, free = size.f_frsize * size.f_blocks, size.f_frsize * size.f_bavail
     low = free < GIB
     advice = "loaders with workers, and NCCL between GPUs, pass data through it: docker run --shm-size=8g"
-    found = f"{total / GIB:.1f} GiB, {free / GIB:.1f} free"
-    return Finding("shared memory", found, "note" if low else "ok", advice * low, {"free_bytes": free})
+    text = f"{total / GIB:.1f} GiB, {free / GIB:.1f} free"
+    return Finding("shared memory", text, "note" if low else "ok", advice * low, {"free_bytes": free})
 
 
 def _open_files() -> Iterator[Finding]:
@@ -151,8 +151,8 @@ def _open_files() -> Iterator[Finding]:
         return
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     low = soft != resource.RLIM_INFINITY and soft < FILES
-    found = "no limit" if soft == resource.RLIM_INFINITY else f"{soft:,}"
-    yield Finding("open files", found, "note" if low else "ok", "ulimit -n 65536" * low, {"limit": soft})
+    text = "no limit" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+    yield Finding("open files", text, "note" if low else "ok", "ulimit -n 65536" * low, {"limit": soft})
 
 
 ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux's netdevice(7)
@@ -204,10 +204,10 @@ def address(interface: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         try:
-            found = fcntl.ioctl(s.fileno(), ADDRESS_OF, struct.pack("256s", interface.encode()[:15]))
+            reply = fcntl.ioctl(s.fileno(), ADDRESS_OF, struct.pack("256s", interface.encode()[:15]))
         except OSError:
             return ""
-    return socket.inet_ntoa(found[20:24])
+    return socket.inet_ntoa(reply[20:24])
 
 
 MIB = 2**20
@@ -255,12 +255,12 @@ def _speed(settings: Settings) -> Finding:
         same = all(file.read(PIECE) == piece for _ in range(PIECES))
         read = time.perf_counter() - start
     values = {"bytes": total, "write_bytes_per_s": total / wrote, "read_bytes_per_s": total / read}
-    found = f"writes {total / wrote / MIB:,.0f} MiB/s with fsync, reads {total / read / MIB:,.0f} MiB/s"
+    text = f"writes {total / wrote / MIB:,.0f} MiB/s with fsync, reads {total / read / MIB:,.0f} MiB/s"
     if not same:
         return Finding("speed", "what was read is not what was written", "problem", "do not save there", values)
     slow = total / wrote < 50 * MIB
     advice = "fds.save_async lets steps go on meanwhile; or save to a local disk"
-    return Finding("speed", found, "note" if slow else "ok", advice * slow, values)
+    return Finding("speed", text, "note" if slow else "ok", advice * slow, values)
 
 
 TRIAL_LIMIT = 120.0  # seconds; compiling takes a few
@@ -312,8 +312,8 @@ def _trial(kind: str) -> Finding:
         needed = "only tests of kernels need it" if interprets else around
         return Finding(what, f"a kernel does not run: {ended.reason}", level, needed)
     values = json.loads(ended.out)
-    found = f"rms_norm and its gradients, {values['max_error']:.1e} from the reference"
+    text = f"rms_norm and its gradients, {values['max_error']:.1e} from the reference"
     if values["max_error"] > values["bound"]:
         advice = f"more than rounding, {values['bound']:.1e}: {around}, and please report it"
-        return Finding(what, found, level, advice, values)
-    return Finding(what, found, values=values)
+        return Finding(what, text, level, advice, values)
+    return Finding(what, text, values=values)

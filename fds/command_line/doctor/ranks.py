@@ -52,20 +52,22 @@ LIMIT = 60.0  # seconds for starting two processes, and for what they do
 
 def ranks(settings: Settings) -> Iterator[Finding]:
     """Find the backends of torch.distributed, and let two ranks shake hands over gloo."""
-    found = backends()
+    is_there = backends()
     gpus = torch.cuda.is_available()
-    if found["nccl"]:
+    if is_there["nccl"]:
         yield Finding("NCCL", ".".join(map(str, nccl.version())))
     else:
         advice = "several GPUs need a build of torch that has it" if gpus else "it is for GPUs"
         yield Finding("NCCL", "not in this build of torch", "problem" if gpus else "ok", advice)
-    gloo = "there" if found["gloo"] else "not in this build of torch"
-    yield Finding("gloo", gloo, "ok" if found["gloo"] else "problem", "" if found["gloo"] else "install torch anew")
+    gloo = "there" if is_there["gloo"] else "not in this build of torch"
+    yield Finding(
+        "gloo", gloo, "ok" if is_there["gloo"] else "problem", "" if is_there["gloo"] else "install torch anew"
+    )
     mpi4py = importlib.util.find_spec("mpi4py") is not None
     yield Finding(
         "mpi4py", "there" if mpi4py else "not installed", advice="mpirun does without: fds uses gloo and NCCL"
     )
-    if found["gloo"] and not settings.quick:
+    if is_there["gloo"] and not settings.quick:
         yield handshake(LIMIT)
 
 
@@ -83,8 +85,8 @@ def handshake(limit: float) -> Finding:
     try:
         port = _free_port()
     except OSError as error:
-        found = f"did not meet: 127.0.0.1, the loopback, does not answer: {error.strerror or error}"
-        return Finding("two ranks", found, "problem", "ip link set lo up")
+        text = f"did not meet: 127.0.0.1, the loopback, does not answer: {error.strerror or error}"
+        return Finding("two ranks", text, "problem", "ip link set lo up")
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environs = [{**world, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"} for rank in ("0", "1")]
     ended = run_together("fds.command_line.doctor.trials", environs, arguments="handshake", limit=limit)
@@ -95,8 +97,8 @@ def handshake(limit: float) -> Finding:
         )
         return Finding("two ranks", f"did not meet: rank {failed[0]}: {failed[1].reason}", "problem", advice)
     values = json.loads(ended[0].out)
-    found = (
+    text = (
         f"met in {values['rendezvous_s']:.1f} s; an all-reduce takes {values['latency_us']:.0f} us, "
         f"of {values['large_bytes'] / 2**20:.0f} MiB {values['bandwidth_bytes_per_s'] / 2**20:.0f} MiB/s"
     )
-    return Finding("two ranks", found, values=values)
+    return Finding("two ranks", text, values=values)

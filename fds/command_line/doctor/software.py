@@ -44,14 +44,14 @@ def software(settings: Settings) -> Iterator[Finding]:
     if "torch" not in deadly:
         yield _torch()
     for name in [name for name in NEEDED if name not in deadly]:
-        found = version(name)
-        missing = found == "not installed"
-        yield Finding(name, found, "problem" if missing else "ok", f"pip install {name}" if missing else "")
+        installed = version(name)
+        missing = installed == "not installed"
+        yield Finding(name, installed, "problem" if missing else "ok", f"pip install {name}" if missing else "")
     yield _triton()
     for extra, (package, use) in EXTRAS.items():
-        found = version(package)
-        missing = found == "not installed"
-        yield Finding(f"fds[{extra}]", f"{package} {found}", advice=f"for {use}: pip install {package}" * missing)
+        installed = version(package)
+        missing = installed == "not installed"
+        yield Finding(f"fds[{extra}]", f"{package} {installed}", advice=f"for {use}: pip install {package}" * missing)
 
 
 def trials(names: Sequence[str]) -> Iterator[Finding]:
@@ -72,22 +72,22 @@ def trials(names: Sequence[str]) -> Iterator[Finding]:
             yield Finding("packages", f"were not tried: {ended.reason}", "note")
             return
         name = lines[-1]["name"]
-        found = f"{version(name)}; a process that uses it: {ended.reason}"
+        text = f"{version(name)}; a process that uses it: {ended.reason}"
         advice = "its wheel is for another CPU, or broken: install another release, or build it from its sources, "
         advice += f"if it has any: pip install --force-reinstall --no-binary {name} {name}"
-        yield Finding(name, found, "problem", advice, {"exit_code": ended.code})
+        yield Finding(name, text, "problem", advice, {"exit_code": ended.code})
         left = left[left.index(name) + 1 :]
 
 
-def in_range(name: str, number: str, found: str) -> Finding:
+def in_range(name: str, number: str, text: str) -> Finding:
     """Return the finding of a version: older than what was tried is a problem, newer is a note."""
     oldest, newest = TRIED[name]
     values = {"version": number, "tried": [oldest, newest]}
     if _key(number) < _key(oldest):
-        return Finding(name, found, "problem", f"fds needs {name} {oldest} or later", values)
+        return Finding(name, text, "problem", f"fds needs {name} {oldest} or later", values)
     if _key(number)[:2] > _key(newest):
-        return Finding(name, found, "note", f"fds was tried on {name} {oldest} to {newest}", values)
-    return Finding(name, found, values=values)
+        return Finding(name, text, "note", f"fds was tried on {name} {oldest} to {newest}", values)
+    return Finding(name, text, values=values)
 
 
 def _key(number: str) -> tuple[int, ...]:
@@ -107,8 +107,8 @@ def _torch() -> Finding:
 
 
 def _triton() -> Finding:
-    found = version("triton")
-    if found == "not installed":
+    installed = version("triton")
+    if installed == "not installed":
         advice = "kernels run as their references, in plain torch; on Linux: pip install triton"
-        return Finding("triton", found, "note" if sys.platform == "linux" else "ok", advice)
-    return Finding("triton", found)
+        return Finding("triton", installed, "note" if sys.platform == "linux" else "ok", advice)
+    return Finding("triton", installed)

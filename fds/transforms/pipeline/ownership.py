@@ -57,11 +57,11 @@ class Ownership(Placement):
     @functools.cached_property
     def stages(self) -> dict[str, tuple[int, ...]]:
         """The stages that use each parameter, in order; parameters in the order of the whole loss."""
-        found: dict[str, tuple[int, ...]] = {}
+        users: dict[str, tuple[int, ...]] = {}
         for stage in range(self.num_stages):
             for name in dict.fromkeys(name for i in self.layers(stage) for name in self.loss.layer(i).params):
-                found[name] = (*found.get(name, ()), stage)
-        return found
+                users[name] = (*users.get(name, ()), stage)
+        return users
 
     @property
     def owns(self) -> bool:
@@ -196,13 +196,13 @@ class Ownership(Placement):
         for rank, theirs in enumerate(self.axis.exchange(own, "params")):
             for name, (dtype, shape) in theirs.items():
                 kinds.setdefault(name, (rank, dtype, shape))
-        found: dict[str, Tensor] = {}
+        whole: dict[str, Tensor] = {}
         for name in [*(n for n in self.stages if n in kinds), *(n for n in kinds if n not in self.stages)]:
             rank, dtype, shape = kinds[name]
             mine = rank == self.index  # what others send is not written over a state's own memory
             x = held[name] if mine else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-            found[name] = self._broadcast(x.contiguous(), rank)
-        return found
+            whole[name] = self._broadcast(x.contiguous(), rank)
+        return whole
 
     def from_last(self, value: Any = None, header: dict[str, Any] | None = None) -> Any:
         """Return on every rank of the axis what the rank of the last stage has, and describes in the header."""
