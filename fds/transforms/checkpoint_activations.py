@@ -100,7 +100,7 @@ class Recompute:
         Raises `LossError` where the group writes over its input, from which it would be computed again, and where ranks
         that are to share it have others; and the `DiskError` of a store.
         """
-        given = [(x, x._version) for x in tree.leaves(args) if isinstance(x, torch.Tensor)]
+        versions = [(x, x._version) for x in tree.leaves(args) if isinstance(x, torch.Tensor)]
         call = functools.partial(_recomputed, use_reentrant=False, preserve_rng_state=False)
         contexts = None if self.policy is None else _contexts(self.policy)
         if contexts is not None:
@@ -120,7 +120,7 @@ class Recompute:
             self.compared.add(layers)
             if contexts is not None and self.store is not None:
                 _move_results(contexts[0].storage, apart)
-        if any(x._version != version for x, version in given):
+        if any(x._version != version for x, version in versions):
             raise LossError(
                 "a checkpointed layer writes over its input",
                 got="an in-place operation",

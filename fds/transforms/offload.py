@@ -86,12 +86,12 @@ class Offloaded:
         """Return memory for a leaf like `x` where it lives."""
         where = self.where(leaf)
         assert where is not None  # `holds` said so
-        found = where.make(x)
-        return media.written_in_place(found) if leaf.in_place else found
+        memory = where.make(x)
+        return media.written_in_place(memory) if leaf.in_place else memory
 
     def chunks(self, structure: Structure) -> list[list[tuple[int, int, int]]]:
         """Return slices in order, as many together as a buffer of each medium has room for, larger ones in pieces."""
-        found: list[list[tuple[int, int, int]]] = []
+        groups: list[list[tuple[int, int, int]]] = []
         filled: dict[Host | Disk, int] = {}
         self._tell_of_others(structure)
         for i in range(len(structure.segments)):
@@ -101,12 +101,12 @@ class Offloaded:
             for start in range(0, max(numel, 1), most):
                 end = min(start + most, numel)
                 more = {where: (end - start) * n for where, n in each.items()}
-                if not found or any(filled.get(where, 0) + n > _bound(where) for where, n in more.items()):
-                    found.append([])
+                if not groups or any(filled.get(where, 0) + n > _bound(where) for where, n in more.items()):
+                    groups.append([])
                     filled = {}
-                found[-1].append((i, start, end))
+                groups[-1].append((i, start, end))
                 filled |= {where: filled.get(where, 0) + n for where, n in more.items()}
-        return found
+        return groups
 
     def read(self, old: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
         """Begin to read; return the function that waits."""
@@ -137,7 +137,7 @@ class Offloaded:
         """Return the bytes of an element of a slice that an update, or what follows it, reads from each medium."""
         at = structure.trained[i]
         size = structure.leaves[structure.inside(at)[0]].dtype.itemsize
-        found: dict[Host | Disk, int] = {}
+        most: dict[Host | Disk, int] = {}
         for sizes in (
             {"params": size, "gradients": size, "opt": _slot_bytes(structure, i)},
             {"params": size, "slots": max(size, 4)},
@@ -147,8 +147,8 @@ class Offloaded:
                 where = self.where(resident(structure, kind, at))
                 if where is not None:
                     read[where] = read.get(where, 0) + each
-            found |= {where: max(found.get(where, 0), n) for where, n in read.items()}
-        return found
+            most |= {where: max(most.get(where, 0), n) for where, n in read.items()}
+        return most
 
 
 def _text(rules: Rules) -> str:
@@ -204,12 +204,12 @@ def offload(
     Raises `ComposeError` for anything else; `step.init` raises `StateError` for a pattern that matches no parameter,
     and `DiskError` for a directory that cannot be written.
     """
-    given = {"moments": moments, "masters": masters, "gradients": gradients, "averages": averages}
-    if all(where is None for where in given.values()):
+    places = {"moments": moments, "masters": masters, "gradients": gradients, "averages": averages}
+    if all(where is None for where in places.values()):
         raise ComposeError(
             "offload: nothing is said to live elsewhere", got="no argument", want='say, offload(moments="host")'
         )
-    rules = {_KINDS[name]: _rules(name, where) for name, where in given.items() if where is not None}
+    rules = {_KINDS[name]: _rules(name, where) for name, where in places.items() if where is not None}
     elsewhere = {kind: some for kind, some in rules.items() if any(where is not None for _, where in some)}
     if speculate and not elsewhere:
         raise ComposeError(

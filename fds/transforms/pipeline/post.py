@@ -235,10 +235,10 @@ class Border:
         tensors, shape = iter(self.gradients.end(i)), self.shapes.pop(i)
         if shape is None:
             return []
-        found: list[Tensor | None] = [None] * (len(shape.tensors) + self.shares)
+        grads: list[Tensor | None] = [None] * (len(shape.tensors) + self.shares)
         for (at, _), x in zip(self._gradients(shape), tensors, strict=True):
-            found[at] = x
-        return found
+            grads[at] = x
+        return grads
 
     def _gradients(self, shape: Shape) -> list[tuple[int, tuple[torch.dtype, tuple[int, ...]]]]:
         """Return the index and the kind of every gradient by a packet, and of the number that goes with them."""
@@ -359,14 +359,14 @@ class Post:
 def numbered(placement: Mapping[int, int]) -> dict[int, int]:
     """Return the stages whose next one is on another rank, numbered among those between the same two ranks."""
     seen: dict[tuple[int, int], int] = {}
-    found: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     for stage in range(len(placement) - 1):
         ends = placement[stage], placement[stage + 1]
         if ends[0] != ends[1]:
             pair = min(ends), max(ends)
-            found[stage] = seen.setdefault(pair, 0)
+            numbers[stage] = seen.setdefault(pair, 0)
             seen[pair] += 1
-    return found
+    return numbers
 
 
 def _bytes(tensors: Sequence[Tensor]) -> list[Tensor]:

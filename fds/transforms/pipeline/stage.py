@@ -62,8 +62,8 @@ class Piece:
 
     def roots(self, grads: Grads) -> tuple[list[GradientEdge], list[Tensor]]:
         """Return where backward begins, and the gradients there; outputs that nobody used have none."""
-        found = [(edge, grad) for i, edge in self.outputs if (grad := grads[i]) is not None]
-        return [edge for edge, _ in found], [grad for _, grad in found]
+        pairs = [(edge, grad) for i, edge in self.outputs if (grad := grads[i]) is not None]
+        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
     def wanted(self) -> list[Tensor]:
         """Return the inputs that want a gradient."""
@@ -139,42 +139,42 @@ class Stage:
 
     def backward(self, i: int, grads: Grads, *, last: bool) -> list[Tensor | None]:
         """Run backward of microbatch `i` whole; return the gradients by what came in."""
-        found: list[Grads] = [grads]
+        current: list[Grads] = [grads]
         self._count_pieces(i)
 
         def run(_: list[Tensor]) -> None:
             for piece in reversed(self.held.pop(i)):
-                found[0] = self._backward(i, piece, found[0])
+                current[0] = self._backward(i, piece, current[0])
                 self._end_piece(i, piece)
             del self.cuts[i]
 
         self.add(run, last=last, in_parts=self.ties)
-        return list(found[0])
+        return list(current[0])
 
     def backward_input(self, i: int, grads: Grads) -> list[Tensor | None]:
         """Run what leads to the gradients by what came in, and return them; the rest is for `backward_weight`."""
         rests = self.rests[i] = []
-        found: list[Grads] = [grads]
+        current: list[Grads] = [grads]
         self._count_pieces(i)
 
         def run(_: list[Tensor]) -> None:
             for piece in reversed(self.held.pop(i)):
-                edges, arrived = piece.roots(found[0])
+                edges, arrived = piece.roots(current[0])
                 halves = None
                 if edges and not piece.whole:
                     halves = backward_input(edges, arrived, piece.wanted(), self._leaves(i))
                 if halves is not None:
                     by_input = iter(halves[0])
-                    found[0] = [None if x is None else next(by_input) for x in piece.inputs]
+                    current[0] = [None if x is None else next(by_input) for x in piece.inputs]
                     rests.append((halves[1], piece))
                     continue
                 if edges:
                     self.whole.update(piece.layers)
-                found[0] = self._backward(i, piece, found[0])
+                current[0] = self._backward(i, piece, current[0])
                 self._end_piece(i, piece)
 
         self.add(run, last=False, in_parts=self.ties)
-        return list(found[0])
+        return list(current[0])
 
     def backward_weight(self, i: int, *, last: bool) -> None:
         """Run what `backward_input` left of microbatch `i`."""
@@ -211,18 +211,18 @@ class Stage:
         inputs = [*wanted, *self._leaves(i)]
         if edges and inputs:
             autodiff.backward_by(edges, arrived, inputs)
-        found = [None if x is None else x.grad for x in piece.inputs]
+        by_input = [None if x is None else x.grad for x in piece.inputs]
         for x in wanted:
             x.grad = None
-        return found
+        return by_input
 
     def _run(self, group: list[losses.LayerCall], packet: Packet) -> tuple[Piece, Packet]:
         """Run some calls on a packet, cut off from where it came from; the piece has no outputs yet."""
         grad = torch.is_grad_enabled()
         inputs = [_leaf(x) if want and grad else None for x, want in zip(packet.leaves, packet.wants, strict=True)]
-        given = [x if leaf is None else _enter(leaf, x) for x, leaf in zip(packet.leaves, inputs, strict=True)]
-        value = packet.build(given)
-        del given
+        entered = [x if leaf is None else _enter(leaf, x) for x, leaf in zip(packet.leaves, inputs, strict=True)]
+        value = packet.build(entered)
+        del entered
         for call in group:
             try:
                 value = call(value)
@@ -278,7 +278,7 @@ def backward_input(
 
     with _hooked({node: keep(node) for nodes, _ in groups for node in nodes if node in leads}):
         # compiled code frees what it saved as it runs, and refuses to keep a graph
-        found = torch.autograd.grad(outputs, inputs, grads, retain_graph=bool(groups), allow_unused=True)
+        by_input = torch.autograd.grad(outputs, inputs, grads, retain_graph=bool(groups), allow_unused=True)
     # an output of parameters alone has its gradient already
     alone = [(edge, grad) for edge, grad in zip(outputs, grads, strict=True) if edge.node not in leads]
 
@@ -292,7 +292,7 @@ def backward_input(
                 with _hooked({node: functools.partial(_instead, got) for node, got in mine.items()}):
                     torch.autograd.backward([edge for edge, _ in starts], [grad for _, grad in starts], inputs=theirs)
 
-    return list(found), rest
+    return list(by_input), rest
 
 
 def _instead(kept: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
@@ -326,30 +326,30 @@ def _cut(
     none: frozenset[int] = frozenset()
     groups: list[Group] = []
     for node, nexts in children.items():  # a node comes after what it leads to
-        found = none.union(*(behind[n] for n in nexts if n not in leads))
+        params = none.union(*(behind[n] for n in nexts if n not in leads))
         if node in targets or any(n in leads for n in nexts):
             leads.add(node)
-            if found and (isinstance(node, BackwardCFunction) or node.name() in COMPUTES_ALL):
+            if params and (isinstance(node, BackwardCFunction) or node.name() in COMPUTES_ALL):
                 return None
-            groups = _joined(groups, node, found)
+            groups = _joined(groups, node, params)
         else:
             end = ends.get(node)
-            behind[node] = found if end is None else frozenset((end,))
+            behind[node] = params if end is None else frozenset((end,))
             groups = _joined(groups, node, behind[node] if node in roots else none)
     for nodes, _ in groups:
         others = leads.intersection(nodes)
         if len(nodes) > 1 and any(_leads_to(node, others, children, leads) for node in others):
             return None
-    return [(nodes, [leaves[i] for i in sorted(found)]) for nodes, found in groups], leads
+    return [(nodes, [leaves[i] for i in sorted(params)]) for nodes, params in groups], leads
 
 
-def _joined(groups: list[Group], node: Node, found: frozenset[int]) -> list[Group]:
+def _joined(groups: list[Group], node: Node, params: frozenset[int]) -> list[Group]:
     """Return groups with one more start, in one with those that share a parameter with it."""
-    if not found:
+    if not params:
         return groups
-    shared = [group for group in groups if group[1] & found]
-    others = [group for group in groups if not group[1] & found]
-    return [*others, ([*(n for nodes, _ in shared for n in nodes), node], found.union(*(more for _, more in shared)))]
+    shared = [group for group in groups if group[1] & params]
+    others = [group for group in groups if not group[1] & params]
+    return [*others, ([*(n for nodes, _ in shared for n in nodes), node], params.union(*(more for _, more in shared)))]
 
 
 def _graph(roots: Iterable[Node]) -> dict[Node, list[Node]]:

@@ -154,11 +154,11 @@ class Pipeline:
         for index in self.owned.own_stages:
             layers = self.owned.layers(index)
             mine = {name for i in layers for name in loss.layer(i).params}
-            held = {name: run.buffers[name] for i in layers for name in loss.layer(i).buffers}
+            buffers = {name: run.buffers[name] for i in layers for name in loss.layer(i).buffers}
             leaves = [x for name, x in named.items() if name in mine]
             own = {name: x for name, x in params.tree.items() if name in mine}
             again = {name for name in mine if self.owned.stages[name][0] != index}
-            stages[index] = Stage(run.each, loss, layers, own, leaves, held, add, again)
+            stages[index] = Stage(run.each, loss, layers, own, leaves, buffers, add, again)
         failure = None if run.batch.error is None else Failure.of(run.batch.error)
         microbatches: list[Any] = [None] * run.batch.count
         if run.batch.microbatches is not None:
@@ -226,10 +226,10 @@ class Pipeline:
             return _like(totals, self.kinds[what], self.owned.device), any(some for _, some in numbers)
         reports = everyone.exchange([failure and failure.json(), kinds, whole], what)
         if failed := first_failure([one[0] for one in reports]):
-            rank, known = failed
+            rank, first = failed
             mine = failure is not None and rank == everyone.index
-            known = failure if mine and failure is not None else known
-            raise known.raised(f"rank {rank} of {everyone.name}")
+            first = failure if mine and failure is not None else first
+            raise first.raised(f"rank {rank} of {everyone.name}")
         every = [one[1] for one in reports if one[1] is not None]
         if any(kinds != every[0] for kinds in every):
             raise LossError("ranks return different metrics", got=str(every[-1]), want=str(every[0]))

@@ -86,8 +86,8 @@ MUTANTS = (
     Mutant(
         "checkpoint-blind-to-writes",
         "fds/transforms/checkpoint_activations.py",
-        "if any(x._version != version for x, version in given):",
-        "if any(x._version < version for x, version in given):",
+        "if any(x._version != version for x, version in versions):",
+        "if any(x._version < version for x, version in versions):",
         "a checkpointed layer may write over the input from which it is computed again",
         "tests/transforms/test_checkpoint_memory.py",
     ),
