@@ -170,7 +170,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What an argument must be, declared with its function: `@transform(every=count("every counts layers"))`.
+    """What an argument must be, declared with its function: `@transform(every=count(": {name} counts layers"))`.
 
     Attributes:
         holds: says of a value whether it is that.
