@@ -1,1 +1,1 @@
-"""Transforms, `Step -> Step`: one file, one transform. Import them from `fds`."""
+"""Transforms, `Step -> Step`: a file holds one, or near relatives, under their cards. Import them from `fds`."""
