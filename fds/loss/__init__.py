@@ -16,15 +16,41 @@ from fds.loss.microbatch import (
     name,
     run,
 )
-from fds.loss.modes import Draw, Mode, ModuleMap, current as current_mode
+from fds.loss.modes import Around, Mode, ModuleMap, current as current_mode
 from fds.loss.module_copies import Root, check_no_originals
 from fds.loss.modules import functional
 from fds.loss.recipes import LayerSpec, Recipe, TiedLayerSpec, recipe
 from fds.loss.values import Buffered, Mean, Outcome, read, with_buffers
 
 __all__ = [
-    "Buffered", "Found", "LayerCall", "LayerMap", "LayerSpec", "Layers", "Mean", "Mode", "ModuleMap", "Draw",
-    "Outcome", "Recipe", "Root", "Setting", "TiedLayerSpec", "carried_buffers", "check_no_originals",
-    "compiled_with", "current_mode", "draws", "functional", "initial_buffers", "is_compiled", "layer_calls",
-    "modules_of", "name", "read", "recipe", "run", "with_buffers",
-]  # fmt: skip
+    "Around",
+    "Buffered",
+    "Found",
+    "LayerCall",
+    "LayerMap",
+    "LayerSpec",
+    "Layers",
+    "Mean",
+    "Mode",
+    "ModuleMap",
+    "Outcome",
+    "Recipe",
+    "Root",
+    "Setting",
+    "TiedLayerSpec",
+    "carried_buffers",
+    "check_no_originals",
+    "compiled_with",
+    "current_mode",
+    "draws",
+    "functional",
+    "initial_buffers",
+    "is_compiled",
+    "layer_calls",
+    "modules_of",
+    "name",
+    "read",
+    "recipe",
+    "run",
+    "with_buffers",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -66,16 +67,18 @@ class Setting:
 
         Its arguments are of the microbatch, but for so many that are `given` first.
         """
-        draw = self.mode.draw
+        around = self.mode.around
 
         def run(*args: Any) -> Any:
             with mode(self.mode):
                 seed = self.seeds[index]
                 if seed is not None:
                     random.reseed(seed, self.devices)
-                if draw is None:
+                if not around:
                     return f(*args)
-                with draw(index, args[given:]):
+                with contextlib.ExitStack() as stack:
+                    for enter in around:
+                        stack.enter_context(enter(index, args[given:]))
                     return f(*args)
 
         return run

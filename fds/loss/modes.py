@@ -21,7 +21,7 @@ from fds.errors import LossError, LossWarning
 from fds.loss.module_copies import Root, StateBuffers
 
 ModuleMap = Callable[[nn.Module, Root], None]  # changes a copy of a module in place
-Draw = Callable[[int, Any], AbstractContextManager[object]]  # number of a layer, what it is given -> how it draws
+Around = Callable[[int, Any], AbstractContextManager[object]]  # given the number of a layer and what it is given
 
 
 @attrs.frozen
@@ -35,7 +35,7 @@ class Mode:
     seen: list[Any] | None = attrs.field(default=None, eq=False)  # receives the last output
     busy: list[Any] | None = attrs.field(default=None, eq=False)  # copies of modules that backward may run again
     modules: tuple[ModuleMap, ...] = ()  # what is done to every copy of a module before it runs
-    draw: Draw | None = None  # entered around every call of the loss, and around what of it runs again
+    around: tuple[Around, ...] = ()  # entered around every call of a layer, and around what of it runs again
     lengths: dict[str, int] | None = attrs.field(default=None, eq=False)  # of a microbatch, noted by what these do
     staged: bool = False  # ranks of a pipeline each run some of the layers
 

@@ -14,16 +14,15 @@ from torch import Tensor
 from fds import loss as losses, random, tree
 from fds.collectives import Axis
 from fds.errors import ComposeError
-from fds.layout import Leaf
 from fds.optim import Optimizer
 from fds.state import State
 from fds.step.batch import Split
 from fds.step.call import Call
 from fds.step.checks import state_check as check
+from fds.step.checks.forms import writes_params
 from fds.step.drafts import Drafts
 from fds.step.execution import Executor, InTurn, Microbatch
 from fds.step.gradients import Gradients, Measure
-from fds.step.holding import FromHeld, Hold
 from fds.step.memory import Memory
 from fds.step.residency.chunks import Piece, agreed_chunks, may_leave
 from fds.step.residency.contract import Residency, Resident
@@ -40,7 +39,14 @@ from fds.step.structure import AllBut, Structure
 from fds.step.sums import Sum
 from fds.step.synchronizing import REMEMBERING, Synchronize
 from fds.step.topology import Dimension, Dimensions
-from fds.step.views import Views
+from fds.step.views import Decode, View, Views, is_encoding
+
+Context = Callable[[Call], contextlib.AbstractContextManager[object]]
+
+
+def is_around(context: Any) -> bool:
+    """Say whether a filler of the station `context` is entered around each call of a layer, made again ones too."""
+    return hasattr(context, "around_layer")
 
 
 def _derived(of: Callable[[Any], Any]) -> Any:
@@ -56,14 +62,12 @@ class Stations:
     batch: tuple[Callable[[Any, Call], Any], ...] = ()  # maps of the batch, before anything else
     split: Split = Split()  # batch -> microbatches
     frozen: tuple[str | AllBut, ...] = ()  # patterns of parameters that are not trained
-    hold: tuple[Hold, ...] = ()  # a parameter as it is given -> as a state holds it, and back
     gather: Gather = Gather()  # slices -> whole parameters, and in which dtype the loss sees them
     execute: Executor = InTurn()  # which half of which microbatch runs where and when
-    view: tuple[Callable[[Tensor, Leaf, Call], Tensor], ...] = ()  # maps of one parameter, as the loss sees it
-    context: tuple[Callable[[Call], contextlib.AbstractContextManager[object]], ...] = ()  # entered around forward
+    view: tuple[View, ...] = ()  # maps of one parameter, as the loss sees it; some say how a state holds it
+    context: tuple[Any, ...] = ()  # entered around forward, or around each layer
     kernels: Kernels | None = None  # entered around the step: which kernels run
     modules: tuple[losses.ModuleMap, ...] = ()  # maps of the copies of modules that the loss runs
-    draw: losses.Draw | None = None  # how calls of the loss draw, where ranks pass parts of the same rows
     loss: Any = None  # what is trained on: `(params, batch) -> loss`, or `Layers`
     eval_loss: Any = None  # what `evaluate` runs: the loss, or an `eval_fn`
     layer: tuple[losses.LayerMap, ...] = ()  # maps of `LayerCall`s
@@ -73,8 +77,7 @@ class Stations:
     measure: tuple[Measure, ...] = ()  # what is measured of the reduced gradients: their norm
     condition: tuple[Callable[[Gradients, Call], Gradients], ...] = ()  # maps of the reduced gradients
     optimizer: Optimizer | None = None  # gradients -> new parameters
-    synchronize: Synchronize | None = None  # how ranks with parameters of their own agree on them
-    after: tuple[After, ...] = ()  # what follows an accepted update
+    after: tuple[After | Synchronize, ...] = ()  # what follows an accepted update
     place: Place = Place()  # where the new state is written
     run: Run = AtOnce()  # how all of this is done: at once, or captured and replayed
     memory: Mapping[str, Memory] = tree.new(dict)  # by slot
@@ -82,11 +85,20 @@ class Stations:
     composing: Composing = attrs.field(default=Composing(), repr=False)
     dimensions: Dimensions = attrs.field(default=Dimensions(), repr=False)  # what follows from `topology`
     shard: Shard | None = _derived(lambda step: shard_of(step.dimensions))  # how data ranks share the work, if they do
+    encodings: tuple[View, ...] = _derived(lambda step: tuple(filter(is_encoding, step.view)))
+    views: tuple[View, ...] = _derived(lambda step: tuple(one for one in step.view if not is_encoding(one)))
+    contexts: tuple[Context, ...] = _derived(lambda step: tuple(x for x in step.context if not is_around(x)))
+    around: tuple[losses.Around, ...] = _derived(
+        lambda step: tuple(x.around_layer for x in step.context if is_around(x))
+    )
     # those whose slot changes by a rule; whether anything may be noted; whether what is not finite is skipped
     following: tuple[Memory, ...] = _derived(lambda step: tuple(one for one in step.memory.values() if one.follows))
     noting: bool = _derived(lambda step: any(one.merge or one.on_skip == "keep" for one in step.following))
     skips: bool = _derived(lambda step: any(one.skips for one in step.measure))
     normed: bool = _derived(lambda step: any(one.norm for one in step.measure))  # whether the global norm is measured
+    # what of `after` writes parameters, how ranks with parameters of their own agree on them; and the others
+    synchronize: Synchronize | None = _derived(lambda step: next(filter(writes_params, step.after), None))
+    followers: tuple[After, ...] = _derived(lambda step: tuple(x for x in step.after if not writes_params(x)))
     # the optimizer, with what `synchronize` keeps beside its state
     remembering: Optimizer | None = attrs.field(default=REMEMBERING, init=False, repr=False)
     runtime: Runtime = attrs.field(factory=Runtime, init=False, repr=False)
@@ -126,11 +138,11 @@ class Stations:
     def microbatch(self, loss: Any, structure: Structure) -> Microbatch:
         """Return the stations that every microbatch passes."""
         shard, views = self.shard, None
-        if functions := (FromHeld(self.hold, self.gather), *self.view) if self.hold else self.view:
+        if functions := (Decode(self.encodings, self.gather), *self.views) if self.encodings else self.view:
             apart = shard is not None and shard.reduces_each_microbatch
             again = self.dimensions.repeated(structure.names) if self.noting else None
             views = Views(functions, structure.leaves, self.runtime.viewed, apart, again)
-        return Microbatch(views, self.context, losses.name(loss), shard is None, self.runtime.asked)
+        return Microbatch(views, self.contexts, losses.name(loss), shard is None, self.runtime.asked)
 
     def split_batch(self, call: Call, batch: Any, *, whole: bool = False) -> SplitBatch:
         """Return a batch through the stations `batch` and `split`; a `whole` one in one piece.
@@ -204,7 +216,7 @@ class Stations:
 
     def resident(self, structure: Structure, path: str) -> Resident | None:
         """Return the leaf at a key path of a state as a residency knows it, None for one that never lives elsewhere."""
-        return resident_at(structure, path, [one.slot for one in self.after], follow_in_pieces(self.after))
+        return resident_at(structure, path, [one.slot for one in self.followers], follow_in_pieces(self.followers))
 
     def lives(self, structure: Structure, state: State) -> Lives:
         """Return where the leaves live that an update writes, read once for each structure."""
@@ -215,8 +227,8 @@ class Stations:
                 self.place.residency,
                 structure,
                 state.slots,
-                [one.slot for one in self.after],
-                follow_in_pieces(self.after),
+                [one.slot for one in self.followers],
+                follow_in_pieces(self.followers),
                 device,
                 functools.partial(may_leave, structure, bool(self.dimensions.split)),
                 speculate=self.place.speculate,
@@ -238,7 +250,9 @@ class Stations:
         draws = self.execute.draws(self.eval_loss if evaluating else self.loss)
         held = losses.carried_buffers(self.loss, self.eval_loss, buffers) if evaluating else None
         seen, busy = (list[Any](), None) if evaluating else (None, list[Any]())
-        mode = losses.Mode(evaluating, self.gather.float32, held, self.gather.low, seen, busy, self.modules, self.draw)
+        mode = losses.Mode(
+            evaluating, self.gather.float32, held, self.gather.low, seen, busy, self.modules, self.around
+        )
         return [
             losses.Setting(
                 [random.seed(k, j) if d else None for j, d in enumerate(draws)],

@@ -139,7 +139,7 @@ class Composition:
                 )
             forms.loss(role, f)
         step = self.rewrite(Step(loss=loss, eval_loss=loss if eval_fn is None else eval_fn))
-        for one in step.after:
+        for one in step.followers:
             if one.slot in step.memory and step.memory[one.slot].follows:
                 raise ComposeError(
                     "two fillers write to one slot",
@@ -169,7 +169,7 @@ class Composition:
         if step.synchronize is not None and (elsewhere := {*step.place.residency.kinds} - {"slots"}):
             raise ComposeError(
                 "ranks synchronize parameters where the step runs, and these live elsewhere",
-                where="station 'synchronize'",
+                where="station 'after'",
                 got=f"{step.synchronize}; {step.place}",
                 want="parameters, moments and gradients on the device",
                 hint="averages may live elsewhere" if "slots" in elsewhere else "",

@@ -44,7 +44,7 @@ class Description:
         lives: part -> the places of those that do not all live on the device: `params`, `opt`, `gradients`, `ahead`,
             `stored`, of `slots` averages.
         sent: station -> bytes that this rank sends in a step, where the loss uses every bucket once and ranks take
-            one path; of `synchronize`, which most steps do not, the mean.
+            one path; of `after`, which most steps do not, the mean.
         synchronized: the most bytes that this rank sends in one step to synchronize.
         buckets: whole bytes of each flat bucket, in the dtype of the masters; empty where nothing is sharded.
         frozen: names of parameters that are not trained.

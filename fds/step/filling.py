@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 _GONE = {  # stations that were, and what to write
-    "commit": "measure=Measure(norm=True, skips=True); Memory(..., accept=rule, on_skip='run') for what learns of skips"
+    "commit": "measure=Measure(norm=True, skips=True); Memory(..., accept=rule, on_skip='run') is for who counts skips",
+    "hold": "view=one that has encode(x, leaf) too: it is called, (x, leaf, call), with what a state holds",
+    "synchronize": "after=an object whose `writes` is 'params'",
+    "draw": "context=an object with around_layer(layer, given)",
 }
 
 
@@ -95,6 +98,8 @@ def _stands_once(value: object) -> tuple[str, str] | None:
         return "topology.shard", "the sharding of the state"
     if isinstance(value, Measure) and value.skips:
         return "measure.skips", "what skips a step"
+    if forms.writes_params(value):
+        return "after.params", "what writes parameters after an update"
     return None
 
 

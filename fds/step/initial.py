@@ -21,13 +21,13 @@ from fds.step.all_stations import Stations
 from fds.step.checks import state_check as check
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.own_memory import check_finite, check_own
-from fds.step.holding import encoded
 from fds.step.memory import first_slots
 from fds.step.residency.contract import Residency, check_apart, is_held, text_of
 from fds.step.residency.deferred import deferred, heard
 from fds.step.residency.first import first_opt
 from fds.step.residency.lives import resident, settled
 from fds.step.structure import Structure, contiguous_copy, frozen_names
+from fds.step.views import encode
 
 
 def initial(step: Stations, params: Any, key: int | Tensor) -> State:
@@ -97,7 +97,7 @@ def _placed(step: Stations, params: Any, key: Tensor, everyone: Axis | None) -> 
         for name, x in _all_of(made, shapes, _made_here(step, shapes, params, alone), failed):
             _of_rank_0(x, everyone if not recipe or name in params.given else peers)
             if step.dimensions.holds(name):
-                x = encoded(step.hold, x, leaves[name])
+                x = encode(step.encodings, x, leaves[name])
                 if (piece := step.dimensions.cut(name, x)) is not x:
                     x = contiguous_copy(piece)
                 if not alone:
@@ -299,7 +299,7 @@ def _read(step: Stations, params: Any, key: Tensor, *, own: bool) -> tuple[Any, 
     names = step.dimensions.names(structure.names)
     tree.match(step.gather.float32, names, what="precision(keep_float32=...)")
     tree.match(step.place.patterns, names, what="offload")
-    if tuple(step.place.residency.kinds) == ("slots",) and not step.after:
+    if tuple(step.place.residency.kinds) == ("slots",) and not step.followers:
         warnings.warn(
             f"{text_of(step.place.residency)}: there are no averages that could live elsewhere, as fds.ema(...) keeps",
             stacklevel=2,
@@ -322,16 +322,16 @@ def _structure(step: Stations, shapes: Any) -> tuple[Structure, dict[str, Leaf]]
     """
     given = step.dimensions.held(shapes)
     structure, _ = step.structure_of(given)
-    if not step.hold:
+    if not step.encodings:
         return structure, structure.leaves
     if step.dimensions.differing:
         raise ComposeError(
             "parameters are held in another form, and ranks hold different ones",
-            where="stations 'hold' and 'topology'",
+            where="stations 'view' and 'topology'",
             got=", ".join(map(str, step.composition)),
             want="a composition without a pipeline on several ranks, or a tensor axis",
         )
-    held = [encoded(step.hold, x.to("meta"), structure.leaves[name]) for name, x in tree.paths(given).items()]
+    held = [encode(step.encodings, x.to("meta"), structure.leaves[name]) for name, x in tree.paths(given).items()]
     return step.structure_of(tree.flatten(given)[1](held))[0], structure.leaves
 
 

@@ -15,12 +15,12 @@ from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.own_memory import overlap
 from fds.step.checks.state_check import usable
-from fds.step.holding import decoded
 from fds.step.pool import Pool
 from fds.step.residency.deferred import deferred, hear
 from fds.step.residency.masters import Masters, groups, in_turn
 from fds.step.sharding.gather import Gather
 from fds.step.structure import Structure
+from fds.step.views import decode
 
 Named = dict[str, Tensor]
 Pair = tuple[str, Tensor, Tensor]  # name in the module, what is there, what it is to become
@@ -38,8 +38,9 @@ def whole_parameters(step: Stations, state: State, doing: str, *, copies: bool) 
     masters = step.masters(structure, parts, state.step.device, residency)
     found = _whole(step, structure, parts, masters, copies=copies)
     hear(residency, step.everyone)
-    if step.hold:
-        whole = [decoded(step.hold, x, structure.leaves[name]) for name, x in tree.paths(found).items()]
+    if step.encodings:
+        call = step.call(state, training=False)
+        whole = [decode(step.encodings, x, structure.leaves[name], call) for name, x in tree.paths(found).items()]
         found = tree.flatten(found)[1](whole)
     return found
 
@@ -83,12 +84,13 @@ def into(step: Stations, module: Any, state: State, prefix: str, buffers_prefix:
     """Write parameters and buffers of a state into a module; see `Step.into`. No rank writes where one does not fit."""
     usable(state, "into")
     structure, parts = step.held_by(state)
+    call = step.call(state, training=False)
     if step.dimensions.differing:  # ranks send each other what they have, all of it
         params = tree.paths(whole_parameters(step, state, "into", copies=False))
     else:
         same_composition(step)
         params = {
-            leaf.name: decoded(step.hold, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), leaf)
+            leaf.name: decode(step.encodings, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), leaf, call)
             for leaf in map(structure.leaves.__getitem__, structure.names)
         }
     buffers = step.dimensions.collect(state.buffers)
@@ -110,7 +112,7 @@ def into(step: Stations, module: Any, state: State, prefix: str, buffers_prefix:
 
     def use(name: str, x: Tensor) -> None:
         if (there := coming.get(id(params[name]))) is not None:
-            there.copy_(decoded(step.hold, x, structure.leaves[name]))
+            there.copy_(decode(step.encodings, x, structure.leaves[name], call))
 
     if not step.dimensions.differing:
         residency = deferred(step.place.residency, step.everyone)

@@ -107,13 +107,12 @@ def compare_with_one_rank(step: Stations, state: State, batch: Any) -> Compariso
     parts = _all_microbatches(step, _together(step, functools.partial(_microbatches, step, state, batch)), batch)
     divided = attrs.evolve(
         step,
-        hold=(),
+        view=step.views,
         gather=attrs.evolve(step.gather, transport=LOSSLESS),
         reduce=attrs.evolve(step.reduce, transport=LOSSLESS),
         measure=(),
         condition=(),
         optimizer=Optimizer(_nothing, _gradients, lr=0.0, draws=False, separate=True, elementwise=True),
-        synchronize=None,
         after=(),
         place=Place(),
         run=AtOnce(),
@@ -127,7 +126,7 @@ def compare_with_one_rank(step: Stations, state: State, batch: Any) -> Compariso
         split=Split(len(parts)),
         execute=InTurn(),
         modules=tuple(one for one in step.modules if getattr(one, "axis", None) is None),
-        draw=None,
+        context=step.contexts,
     )
     with torch.compiler.set_stance("force_eager"):
         loss, ours = _pass(divided, params, attrs.evolve(state, buffers=state.buffers), batch)
@@ -319,7 +318,8 @@ def _all_microbatches(step: Stations, parts: list[Any], batch: Any) -> list[Any]
             _sent(peers, source, x, dtype, shape) for x, (dtype, shape) in zip(tensors, theirs, strict=True)
         ]
     shares, size = max(share for share, _ in received) + 1, max(part for _, part in received) + 1
-    join: Callable[[list[Tensor]], Tensor] = getattr(step.draw, "joined", functools.partial(torch.cat, dim=1))
+    joins = [one.joined for one in step.context if hasattr(one, "joined")]
+    join: Callable[[list[Tensor]], Tensor] = joins[0] if joins else functools.partial(torch.cat, dim=1)
     paths = [path.partition(".")[2] for path, x in tree.paths(parts).items() if isinstance(x, Tensor)]
     found = list[Any]()
     for share in range(shares):

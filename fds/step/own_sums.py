@@ -96,7 +96,7 @@ def check_own_sums(
     if synchronize is not None:
         raise ComposeError(
             "this optimizer sends something else than gradients, and ranks agree on parameters now and then",
-            where="station 'synchronize'",
+            where="station 'after'",
             got=f"{synchronize}, {optimizer}",
             want="one of the two: fds.local_updates(...) with adamw, or this optimizer",
         )

@@ -230,7 +230,7 @@ class Placement:
 
 @attrs.frozen(repr=False)
 class LocalCopies(Placement):
-    """Every rank of an axis has parameters of its own, which a filler of the station `synchronize` makes equal.
+    """Every rank of an axis has parameters of its own, which an entry of the station `after` makes equal.
 
     They begin equal, and nothing of them is put together: whole parameters are those of this rank.
     """

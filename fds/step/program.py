@@ -207,7 +207,7 @@ class Step(Stations):
         """
         dimensions, device, calls = self.dimensions, setup.call.device, setup.state.calls
         if dimensions.everyone is None:
-            check_used(local.used, losses.name(self.loss), viewed=bool(self.view))
+            check_used(local.used, losses.name(self.loss), viewed=bool(self.views))
         decides = self.skips or guesses(local.totals)
         norm = local.norm() if decides or self.normed else None
         totals, buffers, drafts = local.totals, local.buffers, setup.drafts

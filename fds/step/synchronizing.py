@@ -1,4 +1,4 @@
-"""The station `synchronize`: ranks whose parameters have drifted apart agree on them again."""
+"""What of the station `after` writes parameters: ranks whose parameters have drifted apart agree on them again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ Slots = dict[str, list[Tensor | None]]
 
 
 class Synchronize(Protocol):
-    """The station `synchronize`: what ranks along an axis of role "local" make of their parameters after an update.
+    """An entry of the station `after` that writes parameters: how ranks along an axis of role "local" agree on them.
+
+    It says so by an attribute `writes = "params"`, and is called before all others, which follow what was agreed on.
 
     What it remembers lies in the state beside the optimizer's own, `state.opt`, a slice for each that is trained.
     """

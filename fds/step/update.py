@@ -85,7 +85,7 @@ class Update:
         if step.synchronize is not None:  # before averages, which are of what ranks have agreed on
             leaves.synchronize(step.synchronize, skip=skip, call=setup.call)
         params = setup.held.structure.put(setup.held.parts, leaves.trained)
-        for i, rule in enumerate(step.after):
+        for i, rule in enumerate(step.followers):
             call = setup.call.after(slots).given_to(rule, "after", i, *step.dimensions.coordinates)
             with seeded(call, [rule]):
                 chunks = step.chunks(setup.held.structure)
@@ -179,7 +179,9 @@ def next_leaves(
     A `residency` stands in for that of the step, and all ranks hear of what fails there.
     """
     lives = step.lives(held.structure, state)
-    make = functools.partial(new_leaves, step.place, pool=step.runtime.pool, state=state, held=held, after=step.after)
+    make = functools.partial(
+        new_leaves, step.place, pool=step.runtime.pool, state=state, held=held, after=step.followers
+    )
     if residency is None or not residency.kinds:
         return make(lives, apart=apart)
     with heard(residency, step.everyone):

@@ -1,10 +1,14 @@
-"""The station `view`: every parameter as the loss sees it in one microbatch, and the way back of its gradient."""
+"""The station `view`: every parameter as the loss sees it in one microbatch, and the way back of its gradient.
+
+A view that has a method `encode(x, leaf)` says too what a state holds of a parameter that `step.init` is given: it is
+called with that, before all other views. Both take `meta` tensors.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -17,6 +21,42 @@ from fds.step.call import Call
 from fds.step.checks import contracts
 from fds.step.sharding.handles import Handle, materialize
 from fds.step.sharding.viewed import Known, OnUse
+from fds.step.structure import Gathers
+
+View = Callable[[Tensor, Leaf, Call], Tensor]
+
+
+def is_encoding(view: View) -> bool:
+    """Say whether a view says what a state holds of a parameter."""
+    return hasattr(view, "encode")
+
+
+def encode(encodings: Sequence[Any], x: Tensor, leaf: Leaf) -> Tensor:
+    """Return what a state holds of a parameter."""
+    for encoding in encodings:
+        x = contracts.viewed(encoding.encode(x, leaf), encoding)
+    return x
+
+
+def decode(encodings: Sequence[View], x: Tensor, leaf: Leaf, call: Call) -> Tensor:
+    """Return a parameter, given what a state holds of it."""
+    for encoding in reversed(encodings):
+        x = contracts.viewed(encoding(x, leaf, call), encoding)
+    return x
+
+
+@attrs.frozen(eq=False)
+class Decode:
+    """The first view of a parameter: what a state holds of it, decoded, in the dtype in which the loss sees it."""
+
+    encodings: Sequence[View]
+    gather: Gathers
+    draws = False
+
+    def __call__(self, x: Tensor, leaf: Leaf, call: Call) -> Tensor:
+        """Return a parameter, given what a state holds of it."""
+        x = decode(self.encodings, x, leaf, call)
+        return x.to(self.gather.dtype_of(leaf.name, x.dtype))
 
 
 @attrs.define(eq=False)
@@ -90,7 +130,7 @@ class Runs:
 class Views:
     """The views of a step, one after another, and what is known of the parameters."""
 
-    functions: tuple[Callable[[Tensor, Leaf, Call], Tensor], ...]
+    functions: tuple[View, ...]
     leaves: Mapping[str, Leaf]  # by name
     known: Known  # what they return, where parameters are gathered on use
     apart: bool  # gradients are reduced as they come: autograd would run these backwards after the whole loss's

@@ -1,6 +1,6 @@
 """Let the ranks of an axis pass parts of the same sequences: context parallelism.
 
-Fills:  topology, draw           State:  none
+Fills:  topology, context        State:  none
 Law:    13: the step of one rank that passes the whole sequences, to rounding, dropout included
 Cost:   activations / n; a copy of the gradients is summed over the axis, unless `shard_optimizer` has these ranks too;
         what `fds.nn.attention` sends; of what is drawn the whole rows for a moment
@@ -70,7 +70,7 @@ def context_parallel(axis: Axis, *, layout: Layout = "contiguous", verify: bool 
     def apply(step: Step) -> Step:
         if own.size == 1:
             return step
-        step = fill(step, topology=Dimension(own, "sequence", SummedGradients(own)), draw=Parts(own, layout))
+        step = fill(step, topology=Dimension(own, "sequence", SummedGradients(own)), context=Parts(own, layout))
         return first_call_compared(step) if verify else step
 
     return apply

@@ -7,7 +7,7 @@ Source: requires_grad_(False), as a value
 
 `quantize_frozen`: hold frozen matrices as int8 codes with a scale for each group of numbers of a row.
 
-Fills:  hold                     State:  none: parameters are held as uint8
+Fills:  view                     State:  none: parameters are held as uint8
 Law:    the step whose frozen matrices are the codes times their scales, bit for bit
 Cost:   1.02 bytes a number instead of 4, held and gathered; each use multiplies codes by scales
 Source: blocks as in Dettmers et al. 2022, arXiv:2110.02861, section 2.1; Dettmers et al. 2023, arXiv:2305.14314
@@ -24,7 +24,7 @@ from torch import Tensor
 from fds import kernels
 from fds.errors import ComposeError, StateError, is_a
 from fds.layout import Leaf
-from fds.step import AllBut, Step, fill, transform
+from fds.step import AllBut, Call, Step, fill, transform
 
 
 @transform
@@ -59,6 +59,7 @@ class Int8:
     """A row of c numbers as its g = ceil(c / 256) scales, float32, and c codes, int8: 4 g + c bytes of uint8."""
 
     dtype: torch.dtype  # of the numbers that come back
+    draws = False
 
     def encode(self, x: Tensor, leaf: Leaf) -> Tensor:
         """Return the rows of a frozen matrix, (..., 4 g + c) uint8; any other parameter as it is."""
@@ -80,7 +81,7 @@ class Int8:
         kernels.quantize(rows, messages, bits=8, group=group)
         return messages[:, :width].reshape(*lead, width)  # without the room for codes of a last group that is not full
 
-    def decode(self, x: Tensor, leaf: Leaf) -> Tensor:
+    def __call__(self, x: Tensor, leaf: Leaf, call: Call) -> Tensor:
         """Return codes times scales, (..., c); what is not held as rows as it is."""
         if x.dtype is not torch.uint8 or x.ndim < 2:
             return x
@@ -118,6 +119,6 @@ def quantize_frozen(*, dtype: torch.dtype = torch.float32):
         )
 
     def apply(step: Step) -> Step:
-        return fill(step, hold=Int8(dtype))
+        return fill(step, view=Int8(dtype))
 
     return apply

@@ -1,7 +1,7 @@
 """Let ranks train apart for `every` steps, and then agree: an outer optimizer steps on how far they went (DiLoCo).
 
-Fills:  topology,                State:  opt: `anchor`, what was agreed on last, and `outer_*`, the outer optimizer's,
-        synchronize                      alike on all ranks; `outer_kept` of a transport with error feedback
+Fills:  topology, after          State:  opt: `anchor`, what was agreed on last, and `outer_*`, the outer optimizer's,
+                                         alike on all ranks; `outer_kept` of a transport with error feedback
 Law:    anchor <- outer(anchor, mean over ranks of anchor - params), params <- anchor; with every=1, outer=sgd(1) and an
         inner sgd, shard_optimizer at stage 0 to rounding
 Cost:   2P / every sent a step; the bytes of the anchor (float32) and of the outer state; a copy of a fragment in a call
@@ -36,7 +36,7 @@ ANCHOR, OUTER, KEPT = "anchor", "outer_", "outer_kept"
 
 @attrs.frozen(eq=False, repr=False)
 class LocalUpdates:
-    """The station `synchronize`: every `every` calls each fragment of the parameters is agreed on, in turn."""
+    """In the station `after`: every `every` calls each fragment of the parameters is agreed on, in turn."""
 
     axis: Axis
     every: int
@@ -44,6 +44,7 @@ class LocalUpdates:
     transport: Transport
     fragments: int
     draws: ClassVar = False
+    writes: ClassVar = "params"
 
     def init(self, segments: Sequence[Sequence[Segment]], *, params: list[Tensor]) -> Slots:
         """Return the anchor, the outer optimizer's slots, and what messages lost so far: nothing."""
@@ -225,6 +226,6 @@ def local_updates(
     def apply(step: Step) -> Step:
         if axis.size == 1:
             return step
-        return fill(step, topology=Dimension(own, "local", LocalCopies(own)), synchronize=filler)
+        return fill(step, topology=Dimension(own, "local", LocalCopies(own)), after=filler)
 
     return apply

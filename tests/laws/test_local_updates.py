@@ -391,7 +391,7 @@ def test_what_is_sent_is_what_is_told(way, fragments):
     turns = [n - quiet[0] for n in sent]  # beside the message of every call: loss and metrics
     assert turns[:3] == turns[3:]
     assert max(turns) == told.synchronized
-    assert round(sum(turns) / 6) == told.sent["synchronize"]
+    assert round(sum(turns) / 6) == told.sent["after"]
     assert turns.count(0) == (0 if fragments == 3 else 4)
     assert f"{told.synchronized:,} bytes sent at once" in str(told)
     if way is None and fragments == 1:  # of coded messages nobody says what they are, of parts the last is told

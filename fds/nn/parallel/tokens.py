@@ -46,7 +46,7 @@ class Cut(NamedTuple):
 
 @attrs.frozen
 class Parts:
-    """The station `draw`: the ranks of an axis pass parts of the same rows, laid out so."""
+    """In the station `context`: the ranks of an axis pass parts of the same rows, laid out so."""
 
     axis: Axis
     layout: Layout = "contiguous"
@@ -55,7 +55,7 @@ class Parts:
     def __repr__(self) -> str:
         return f"for whole rows, of which ranks of {self.axis.name} take their {self.layout} parts"
 
-    def __call__(self, layer: int, given: Any) -> Draws:
+    def around_layer(self, layer: int, given: Any) -> Draws:
         """Return the mode in which a call of a layer runs, which is given these of the microbatch's tensors."""
         tensors = [x for x in tree.leaves(given) if isinstance(x, Tensor) and x.dim() > 1]
         shapes = [x.shape for x in tensors]

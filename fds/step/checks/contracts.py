@@ -56,10 +56,10 @@ def written_rows(one: Any, where: str) -> ComposeError:
     )
 
 
-def viewed(found: Any, view: Any, station: str = "view") -> Tensor:
+def viewed(found: Any, view: Any) -> Tensor:
     """Return what a view returned. Raises `ComposeError` for anything but a tensor."""
     if not isinstance(found, Tensor):
-        raise _broken(station, view, in_words(found), "a tensor in the place of the parameter")
+        raise _broken("view", view, in_words(found), "a tensor in the place of the parameter")
     return found
 
 

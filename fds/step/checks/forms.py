@@ -82,31 +82,42 @@ def _has_place(x: Any) -> bool:
     return getattr(x, "updates_on", None) in ("device", "host")
 
 
+def writes_params(after: object) -> bool:
+    """Say whether an entry of the station `after` writes parameters."""
+    return getattr(after, "writes", None) == "params"
+
+
 _EXECUTES = ("agreement", "reads", "draws", "dtypes", "pieces", "messages", "train", "agree", "evaluate")
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "topology": (lambda x: isinstance(x, Dimension), "fds.step.Dimension(axis, role, placement)"),
     "batch": (given("batch", "call"), "a function (batch, call) -> batch"),
     "split": (given("batch"), "a function (batch) -> list of microbatches"),
     "frozen": (lambda x: isinstance(x, str | AllBut), "a pattern of parameter names, or AllBut"),
-    "hold": (lambda x: has(x, "encode", "decode"), "an object with encode(x, leaf) and decode(x, leaf)"),
-    "view": (given("x", "leaf", "call"), "a function (x, leaf, call) -> tensor, of one parameter"),
-    "context": (given("call"), "a function (call) -> context manager"),
+    "view": (
+        lambda x: given("x", "leaf", "call")(x) and (not hasattr(x, "encode") or takes(2)(x.encode)),
+        "a function (x, leaf, call) -> tensor, of one parameter; it may have encode(x, leaf)",
+    ),
+    "context": (
+        lambda x: takes(2)(x.around_layer) if hasattr(x, "around_layer") else given("call")(x),
+        "a function (call) -> context manager, or an object with around_layer(number of the layer, what it is given)",
+    ),
     "kernels": (takes(0), "a function () -> context manager"),
     "modules": (given("module", "root"), "a function (copy of a module, its root) -> None, which changes it in place"),
-    "draw": (given("layer", "given"), "a function (number of the layer, what it is given) -> context manager"),
     "layer": (given("calls", "call"), "a function (list of LayerCalls, call) -> list of LayerCalls"),
     "scale": (lambda x: has(x, "scale", "metrics"), "an object with scale(slots, device) and metrics(slots, device)"),
     "measure": (lambda x: isinstance(x, Measure), "fds.step.Measure(norm=True)"),
     "condition": (given("gradients", "call"), "a function (Gradients, call) -> Gradients"),
     "execute": (lambda x: hasattr(x, "together") and has(x, *_EXECUTES), "an executor, as `fds.step.InTurn` is one"),
     "optimizer": (lambda x: isinstance(x, Optimizer), "an fds.Optimizer"),
-    "synchronize": (
-        lambda x: callable(x) and has(x, "init", "owns", "agrees", "bytes_sent", "messages"),
-        "an object, (structure, params, opt, skip, call), with init, owns, agrees, bytes_sent and messages",
-    ),
     "after": (
-        lambda x: given("slot", "params", "skip", "call")(x) and isinstance(getattr(x, "slot", None), str),
-        "a function (slot, params, skip, call) -> slot whose attribute `slot` is the slot's name",
+        lambda x: (
+            callable(x) and has(x, "init", "owns", "agrees", "bytes_sent", "messages")
+            if writes_params(x)
+            else given("slot", "params", "skip", "call")(x) and isinstance(getattr(x, "slot", None), str)
+        ),
+        "a function (slot, params, skip, call) -> slot whose attribute `slot` is the slot's name; or an object, "
+        'whose `writes` is "params", (structure, params, opt, skip, call), with init, owns, agrees, bytes_sent and '
+        "messages",
     ),
     "run": (
         lambda x: given("program", "state", "held", "batch")(x) and has(x, "refuse"),

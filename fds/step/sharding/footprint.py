@@ -79,7 +79,7 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
             held["whole"] = sum(sizes) - sum(some) + min(bound, sum(some))
             if shard.secondary is not None:
                 held["secondary"] = sum(some) // shard.secondary.size
-            if step.view and some:
+            if step.views and some:
                 held["viewed"] = _viewed(step, structure)
     return held
 
@@ -135,7 +135,7 @@ def _chunks(step: Stations, structure: Structure, state: State) -> int:
 
 
 def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
-    """Return station -> bytes that this rank sends in one step, of `synchronize` the mean; nothing without a layout.
+    """Return station -> bytes that this rank sends in one step, of `after` the mean; nothing without a layout.
 
     What an `optimizer` sends by itself it sends in calls in which nothing is sent in `reduce`, if not in all.
 
@@ -145,7 +145,7 @@ def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
     but the first gather of a bucket are of those ranks alone.
     """
     shard, layout = step.shard, structure.layout
-    mean = {} if step.synchronize is None else {"synchronize": round(step.synchronize.bytes_sent(structure)[1])}
+    mean = {} if step.synchronize is None else {"after": round(step.synchronize.bytes_sent(structure)[1])}
     if layout is None or shard is None:
         return mean
     n, size = step.split.num_microbatches, shard.axis.size

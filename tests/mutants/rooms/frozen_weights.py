@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     Mutant(
         "numbers-without-precision",
-        "fds/step/holding.py",
+        "fds/step/views.py",
         "return x.to(self.gather.dtype_of(leaf.name, x.dtype))",
         "return x",
         "the loss sees frozen weights in float32 beside others in 16 bits",
@@ -32,8 +32,8 @@ MUTANTS = (
     Mutant(
         "views-see-codes",
         "fds/step/all_stations.py",
-        "(FromHeld(self.hold, self.gather), *self.view) if self.hold",
-        "(*self.view, FromHeld(self.hold, self.gather)) if self.hold",
+        "(Decode(self.encodings, self.gather), *self.views) if self.encodings",
+        "(*self.views, Decode(self.encodings, self.gather)) if self.encodings",
         "a view that stands before the transform is given codes",
         LAW,
     ),

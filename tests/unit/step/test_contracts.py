@@ -1,6 +1,7 @@
 """What fills a station: a wrong filler is refused where it is written, and one that breaks its promise by its name."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,7 +147,11 @@ UNFIT = {
     "kernels: an argument": ({"kernels": lambda device: None}, "(device)", "() -> context"),
     "condition: one argument": ({"condition": lambda grads: grads}, "(grads)", "(Gradients, call) -> Gradients"),
     "slots: one argument": ({"slots": {"noted": lambda params: params}}, "noted", "device"),
-    "a station that is gone": ({"commit": lambda slots, skip: slots}, "commit", "skips=True"),
+    "a station that is gone: commit": ({"commit": lambda slots, skip: slots}, "commit", "skips=True"),
+    "a station that is gone: hold": ({"hold": lambda x, leaf: x}, "hold", "encode"),
+    "a station that is gone: draw": ({"draw": lambda layer, given: None}, "draw", "around_layer"),
+    "a station that is gone: synchronize": ({"synchronize": lambda: None}, "synchronize", "writes"),
+    "context: around one argument": ({"context": SimpleNamespace(around_layer=lambda x: x)}, "around_layer", "context"),
     "a typo": ({"conditon": lambda grads: grads}, "conditon", "condition"),
     "a field of the step": ({"composition": ()}, "composition", "condition"),
     "a field of a station": ({"gather": {"dtyp": torch.bfloat16}}, "dtyp", "dtype"),
