@@ -85,7 +85,7 @@ class Stations:
     composing: Composing = attrs.field(default=Composing(), repr=False)
     dimensions: Dimensions = attrs.field(default=Dimensions(), repr=False)  # what follows from `topology`
     shard: Shard | None = _derived(lambda step: shard_of(step.dimensions))  # how data ranks share the work, if they do
-    encodings: tuple[View, ...] = _derived(lambda step: tuple(filter(is_encoding, step.view)))
+    encodings: tuple[View, ...] = _derived(lambda step: tuple(x for x in step.view if is_encoding(x)))
     views: tuple[View, ...] = _derived(lambda step: tuple(one for one in step.view if not is_encoding(one)))
     contexts: tuple[Context, ...] = _derived(lambda step: tuple(x for x in step.context if not is_around(x)))
     around: tuple[losses.Around, ...] = _derived(
@@ -97,7 +97,7 @@ class Stations:
     skips: bool = _derived(lambda step: any(one.skips for one in step.measure))
     normed: bool = _derived(lambda step: any(one.norm for one in step.measure))  # whether the global norm is measured
     # what of `after` writes parameters, how ranks with parameters of their own agree on them; and the others
-    synchronize: Synchronize | None = _derived(lambda step: next(filter(writes_params, step.after), None))
+    synchronize: Synchronize | None = _derived(lambda step: next((x for x in step.after if writes_params(x)), None))
     followers: tuple[After, ...] = _derived(lambda step: tuple(x for x in step.after if not writes_params(x)))
     # the optimizer, with what `synchronize` keeps beside its state
     remembering: Optimizer | None = attrs.field(default=REMEMBERING, init=False, repr=False)

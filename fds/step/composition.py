@@ -19,7 +19,7 @@ from fds.step.checks import forms
 from fds.step.execution import InTurn
 from fds.step.filling import conflict, fill, written_out
 from fds.step.own_sums import check_own_sums
-from fds.step.residency.speculation import check_speculation
+from fds.step.residency.early import check_speculation
 
 if TYPE_CHECKING:
     from fds.step.program import Step

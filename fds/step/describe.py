@@ -17,13 +17,15 @@ from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import StateTensors, usable
-from fds.step.local_gradients import Setup, local_gradients
+from fds.step.local_gradients import local_gradients
 from fds.step.messages import PredictedMessages, predicted
 from fds.step.own_sums import SUMMED
 from fds.step.residency.contract import is_held
+from fds.step.residency.in_chunks import InChunks
 from fds.step.residency.lives import resident
 from fds.step.sharding.footprint import held_bytes, sent_bytes
 from fds.step.structure import Structure
+from fds.step.update import Setup
 
 
 @attrs.frozen
@@ -235,7 +237,7 @@ def _tried(step: Stations, structure: Structure, state: State, batch: Any) -> tu
     step, tallies = _counting(step)
     held = StateTensors(structure, tree.leaves(state.params), [], [])
     setup = attrs.evolve(Setup.of(step, state, held), scale=None, residency=step.place.residency, own_sums=SUMMED)
-    found = local_gradients(step, setup, batch)
+    found = local_gradients(InChunks(step, setup), batch)
     unused = tuple(name for name, some in zip(structure.trained_names, found.used, strict=True) if not some)
     places: dict[str, int] = {}
     for place, tally in tallies:

@@ -27,7 +27,6 @@ from fds.step.gradients import Gradients, global_norm
 from fds.step.parameters import Parameters
 from fds.step.ranges import in_range, profiled
 from fds.step.residency.landing import Landing
-from fds.step.residency.speculation import Speculation
 from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
 from fds.step.sharding.buckets import Bucketed
@@ -37,7 +36,7 @@ from fds.step.sharding.reduce import same_metrics
 from fds.step.split_batch import SplitBatch
 from fds.step.sums import InPlace, detached
 from fds.step.topology import Dimensions
-from fds.step.totals import Totals
+from fds.step.totals import Expect, Totals
 from fds.step.views import Cut, Views
 
 
@@ -127,7 +126,7 @@ class Pass:
     runtime: Runtime
     sums: InPlace | Bucketed | None = None  # where gradients go; None in an evaluation
     seeds: Seeds | None = None
-    ahead: Speculation | None = None  # what is updated in backward; told of the totals before the last one
+    expects: Sequence[Expect] = ()  # told of the totals before the last backward
     outputs: bool = False  # whether an evaluation is to return what the last layer returned
 
 
@@ -338,7 +337,7 @@ class InTurn:
                     more=cut,
                     reentrant=reentrant,
                 )
-                if run.ahead is not None or run.sums.kept is not None:
+                if run.expects:
                     _foresee(run, outcome, totals, last=last)
                 with profiled("backward"):
                     run.sums.add(backward, last=last, in_parts=reentrant)
@@ -373,12 +372,9 @@ def _foresee(run: Pass, outcome: losses.Outcome, totals: Totals, *, last: bool) 
         run.seeds.has_weights(outcome)
     if not last:
         return
-    every = run.seeds.foreseen(totals, run.everyone)
-    if run.ahead is not None:
-        run.ahead.foresee(every, attrs.evolve(totals, divisor=run.seeds.divisor), run.sums)
-    if run.sums.kept is not None:
-        assert isinstance(every.weight, Tensor)
-        run.sums.kept.weigh(every.weight, 1 if every.divisor is None else every.divisor)
+    every, mine = run.seeds.foreseen(totals, run.everyone), attrs.evolve(totals, divisor=run.seeds.divisor)
+    for expect in run.expects:
+        expect(every, mine, run.sums.predivide)
 
 
 def _plain(x: Any) -> Any:

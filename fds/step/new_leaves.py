@@ -1,11 +1,10 @@
-"""The update: memory of the new state, and the optimizer that writes into it."""
+"""Memory of the next state: leaves that an update writes, in the old state's memory or in a pool's."""
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import compress, islice
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, compress, islice
 from operator import not_
 from typing import Any
 
@@ -14,82 +13,19 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.optim import Optimizer, returned
-from fds.optim.base import Values
-from fds.optim.exchange import Exchange
 from fds.state import State, Token
 from fds.step.call import Call
-from fds.step.checks import contracts
-from fds.step.checks.draws import tie
 from fds.step.checks.state_check import StateTensors
 from fds.step.donated import TAKEN, KnownMemory, writable
-from fds.step.gradients import Gradients
 from fds.step.pool import Buffers, Pool
-from fds.step.residency.apart import Apart
-from fds.step.residency.chunks import Piece, with_frozen
 from fds.step.residency.contract import check_apart
-from fds.step.residency.lives import Column, Lives
-from fds.step.residency.visit import Visit, chunks_of_leaves
+from fds.step.residency.lives import Lives
 from fds.step.stations import After, Place
 from fds.step.structure import Structure
 from fds.step.synchronizing import Synchronize
-from fds.step.topology import Dimensions
 
 ALL: Sequence[int] = range(sys.maxsize)  # which leaves some are, where they are all
-
-
-@attrs.frozen(eq=False)
-class Rule:
-    """An optimizer in one call of a step, which updates some slices, or pieces of them, on a device."""
-
-    optimizer: Optimizer
-    slots: list[str]
-    share: Callable[[str, Tensor], None]
-    given: dict[str, Any]  # to all of them
-    values: Values
-    divisor: Tensor | None = None  # by which gradients are divided first, () float64
-    on: dict[torch.device, dict[str, Any]] = tree.new(dict)  # what is given there
-
-    @classmethod
-    def of(
-        cls,
-        optimizer: Optimizer,
-        structure: Structure,
-        dimensions: Dimensions,
-        state: State,
-        values: Values,
-        *,
-        scale: Tensor | None,
-        skip: Tensor | None,
-        divisor: Tensor | None = None,
-    ) -> Rule:
-        """Return the rule of an update with gradients of this `scale`, () float32, None for 1."""
-        given = {"step": state.step, "grad_scale": scale, "skip": skip, "axes": dimensions.split}
-        return cls(optimizer, list(structure.opt), dimensions.share, given, values, divisor)
-
-    def __call__(
-        self, pieces: list[Piece], grads: list[Tensor], columns: list[Column], device: torch.device
-    ) -> list[Column]:
-        """Return the columns that the optimizer returned."""
-        if device not in self.on:
-            moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.given.items()}
-            self.on[device] = moved | self.optimizer.given(self.values.to(device))
-        if self.divisor is not None:
-            for x in grads:
-                x.div_(self.divisor.to(device))
-        inside = [x.segments for x in pieces]
-        params, opt = returned.update(
-            self.optimizer,
-            grads,
-            dict(zip(self.slots, columns[1:], strict=True)),
-            [x for x in columns[0] if x is not None],
-            segments=inside,
-            **self.on[device],
-        )
-        found: list[Column] = [list(params), *(opt[slot] for slot in self.slots)]
-        for column in found:
-            tie(self.share, self.optimizer, column, inside)
-        return found
+Parts = list[tuple[Any, list[Tensor]]]  # trees, each with some of its leaves
 
 
 @attrs.define(eq=False)
@@ -111,46 +47,10 @@ class NewLeaves:
     old: list[Tensor]  # the old values of all of them
     known: KnownMemory | None  # of their memory, where the new state may be given up
 
-    def update(
-        self,
-        state: State,
-        optimizer: Optimizer,
-        grads: Gradients,
-        chunks: list[list[Piece]],
-        dimensions: Dimensions,
-        *,
-        skip: Tensor | None,
-        values: Values,
-        exchange: Exchange | None = None,
-        again: Collection[int] | None = None,
-    ) -> None:
-        """Update parameters and optimizer state; from the first write on, a state that is given up is marked so.
-
-        Of what was updated ahead, chunks with these slices are updated `again`; None for all.
-        """
-        structure, n, segments = self.structure, len(self.trained), self.structure.segments
-        flat, flat_opt = self.flat[:n], structure.align(self.flat[n:])
-        if self.lives.visited:
-            columns: list[Column] = [list(flat), *flat_opt.values()]
-            old: list[Column] = [list(self.old[:n]), *structure.align(self.old[n:]).values()]
-            find = functools.partial(chunks_of_leaves, self.lives, columns, old, chunks)
-            ahead = [one for one in find(ahead=True) if again is None or any(x.index in again for x in one.pieces)]
-            rule = Rule.of(optimizer, structure, dimensions, state, values, scale=grads.scale, skip=skip)
-            return Visit([*ahead, *find(ahead=False)], rule, lambda: self.give_up(state)).finish(
-                dict(enumerate(grads.leaves))
-            )
-        now: dict[str, Any] = {"step": state.step, "grad_scale": grads.scale, "skip": skip, "axes": dimensions.split}
-        now |= optimizer.given(values)
-        if exchange is not None:
-            now["exchange"] = exchange
-        self.give_up(state)
-        new, new_opt = returned.update(optimizer, grads.leaves, flat_opt, flat, segments=segments, **now)
-        for slices in (new, *new_opt.values()):
-            tie(dimensions.share, optimizer, slices, segments)
-        if new is not flat or new_opt is not flat_opt:  # ours write in place and return what they were given
-            self.trained = [x.view(old.shape) for x, old in zip(new, self.trained, strict=True)]
-            self.opt, self.known = structure.name_slots(new_opt), None
-        return None
+    def replace(self, trained: list[Tensor], opt: dict[str, list[Tensor | None]]) -> None:
+        """Take other memory, which an optimizer has returned."""
+        self.trained = [x.view(old.shape) for x, old in zip(trained, self.trained, strict=True)]
+        self.opt, self.known = self.structure.name_slots(opt), None
 
     def synchronize(self, one: Synchronize, *, skip: Tensor | None, call: Call) -> None:
         """Let ranks with parameters of their own agree on what was updated."""
@@ -158,28 +58,6 @@ class NewLeaves:
             [self.opt[slot][name].view(-1) for slot, want in self.structure.opt.items() for name in want.names]
         )
         one(self.structure, [x.view(-1) for x in self.trained], opt, skip=skip, call=call)
-
-    def follow(
-        self, one: After, slot: Any, params: Any, chunks: list[list[Piece]], *, skip: Tensor | None, call: Call
-    ) -> Any:
-        """Return what a slot becomes that follows the update to new parameters: at once, or in the chunks of that."""
-        lives = self.lives.after.get(one.slot)
-        if lives is None:
-            return contracts.remembered(one(slot, params, skip, call), self.after[one.slot], one)
-
-        def run(pieces: list[Piece], given: list[Tensor], columns: list[Column], device: torch.device) -> list[Column]:
-            skipped = None if skip is None else skip.to(device)
-            return [contracts.remembered(one(columns[0], given, skipped, call), columns[0], one)]
-
-        def flat(x: Any) -> list[Tensor]:
-            return [leaf.reshape(-1) for leaf in self.structure.like_parts(x)]
-
-        new = self.pieces[one.slot]
-        lives = attrs.evolve(lives, residency=self.lives.residency)
-        every = with_frozen(self.structure, chunks)
-        found = chunks_of_leaves(lives, [[*flat(new)]], [[*flat(slot)]], every, ahead=False)
-        Visit(found, run, lambda: None).finish(dict(enumerate(flat(params))))
-        return new
 
     def give_up(self, state: State) -> None:
         """Mark a state that is given up as such, before the first of its tensors is written."""
@@ -196,14 +74,34 @@ class NewLeaves:
         return Token.after(state, self.known) if self.over else Token(memory=self.known)
 
 
-def leaves_apart(lives: Lives, pool: Pool, held: StateTensors) -> Apart:
-    """Return memory for the leaves that are updated ahead: the pool's, with anything in it."""
-    every = [*held.structure.pick(held.parts), *held.opt]
-    index = [i for i in range(len(every)) if lives.apart and lives.apart[i]]
-    old = [every[i] for i in index]
-    tensors, buffers = _pooled(lives, pool, index, old, (held.structure, lives.device), every)
-    found = (tensors, buffers.flat, [x.reshape(-1) for x in old])
-    return Apart(*(dict(zip(index, some, strict=True)) for some in found))
+@attrs.frozen(eq=False)
+class Apart:
+    """Leaves of the new state in memory of their own, which may be written before the step has decided.
+
+    By index among all leaves that an update writes.
+    """
+
+    tensors: dict[int, Tensor]
+    flat: dict[int, Tensor]
+    old: dict[int, Tensor]  # the old values, flat
+
+    def others(self, parts: Parts) -> tuple[list[int], Parts]:
+        """Return the indices of all other leaves, and of trees with their leaves those others."""
+        index = [i for i in range(sum(len(some) for _, some in parts)) if i not in self.tensors]
+        ends = accumulate((len(some) for _, some in parts), initial=0)
+        mine = self.tensors.keys()
+        return index, [
+            (one, [x for i, x in enumerate(some, start) if i not in mine])
+            for (one, some), start in zip(parts, ends, strict=False)
+        ]
+
+    def among(self, index: Sequence[int], *others: list[Tensor]) -> tuple[list[Tensor], ...]:
+        """Return tensors, flat ones and old values of all leaves, given those of the `others`, of these indices."""
+        every = (
+            mine | dict(zip(index, some, strict=True))
+            for mine, some in zip((self.tensors, self.flat, self.old), others, strict=True)
+        )
+        return tuple([leaves[i] for i in sorted(leaves)] for leaves in every)
 
 
 def new_leaves(
@@ -236,7 +134,7 @@ def new_leaves(
     else:
         old = [x for _, some in parts for x in some]
         others = () if apart is None else apart.tensors.values()
-        tensors, buffers = _pooled(lives, pool, index, old, (structure, *map(tree.device_of, old)), others)
+        tensors, buffers = pooled(lives, pool, index, old, (structure, *map(tree.device_of, old)), others)
         known = KnownMemory.of(tensors, structure, buffers) if place.donate else None
     flat = buffers.flat
     if apart is not None and apart.tensors:
@@ -249,7 +147,7 @@ def new_leaves(
     return NewLeaves(structure, place, lives, over, trained, opt, built, pieces, flat, old, known)
 
 
-def _pooled(
+def pooled(
     lives: Lives, pool: Pool, index: Sequence[int], old: list[Tensor], kind: tuple[Any, ...], beside: Iterable[Tensor]
 ) -> tuple[list[Tensor], Buffers]:
     """Return a pool's memory for leaves of these indices, where they live, with the old values in those that want them.

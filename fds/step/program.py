@@ -26,13 +26,15 @@ from fds.step.evaluation import evaluator
 from fds.step.execution import LocalGradients
 from fds.step.initial import at_first, initial, traced, with_parameters
 from fds.step.into import into, whole_parameters
-from fds.step.local_gradients import Setup
+from fds.step.local_gradients import local_gradients
+from fds.step.new_leaves import NewLeaves, new_leaves
 from fds.step.one_rank import compare_with_one_rank
+from fds.step.residency.early import open_update
 from fds.step.seeds import guesses
 from fds.step.stations import Program, with_chosen_kernels
 from fds.step.sums import check_used
 from fds.step.totals import put_all
-from fds.step.update import Update, next_leaves
+from fds.step.update import AtOnce, Setup
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -97,8 +99,8 @@ class Step(Stations):
         if (plain := check.without_graph(state, held)) is not state:
             state, held = plain, self.check(plain)
         try:
-            compare, leaves = functools.partial(compare_with_one_rank, self), functools.partial(next_leaves, self)
-            return self.run(Program(self.work, self.check, leaves, self.runtime, compare), state, held, batch)
+            compare = functools.partial(compare_with_one_rank, self)
+            return self.run(Program(self.work, self.check, self.new_leaves, self.runtime, compare), state, held, batch)
         except DiskError as error:
             explain(error, self, state)
             raise
@@ -109,8 +111,8 @@ class Step(Stations):
         Nothing in it depends on values that the host reads, but keys and `calls`, where a device is at work.
         """
         setup = Setup.of(self, state, held)  # scale, learning rates, drafts of the slots: before anything can fail late
-        update = Update(self, setup)  # and memory of what is written before the step has decided
-        local = update.gradients(batch)  # of all microbatches, summed over ranks
+        update = open_update(self, setup)  # and memory of what is written before the step has decided
+        local = local_gradients(update, batch)  # of all microbatches, summed over ranks
         decision, buffers = self.decide(setup, local)  # in the one small message: the same on every rank
         update.run(local, decision)  # from here on memory of the next state is written
         slots = setup.drafts.settle(decision, state, setup.call)  # before what follows, which may read them
@@ -200,6 +202,11 @@ class Step(Stations):
         at = None if self.place.residency.kinds else devices
         return check.StateTensors(structure, leaves, devices, check.same_slots(state, structure.opt, at))
 
+    def new_leaves(self, state: State, held: check.StateTensors) -> NewLeaves:
+        """Return memory for what an update of a state writes, with the old values."""
+        lives, pool = self.lives(held.structure, state), self.runtime.pool
+        return new_leaves(self.place, lives, pool, state, held, self.followers)
+
     def decide(self, setup: Setup, local: LocalGradients) -> tuple[Decision, dict[str, Tensor]]:
         """Return what ranks decide together, and their common module statistics, in one small message.
 
@@ -226,7 +233,7 @@ class Step(Stations):
             decision = decision.shared(totals, norm, apart.size)
         return decision, buffers
 
-    def metrics(self, setup: Setup, decision: Decision, new: State, update: Update) -> dict[str, Tensor]:
+    def metrics(self, setup: Setup, decision: Decision, new: State, update: AtOnce) -> dict[str, Tensor]:
         """Return the metrics of a call: those of the loss, of the decision and of the scale."""
         assert self.optimizer is not None
         norm = self.optimizer.phases is None

@@ -210,3 +210,7 @@ def _same_loss(computed: Tensor, loss: Tensor, count: int, everyone: Axis) -> Te
             hint="the loss reads this rank's number, or pieces of features or parameters that nothing puts together",
         )
     return loss
+
+
+# given, before the last backward, those of all ranks and of this one, and what sums are divided by before they are sent
+Expect = Callable[[Totals, Totals, float], None]

@@ -17,6 +17,8 @@ from fds.step.residency.contract import Residency, check_apart, made, read_back,
 from fds.step.residency.lives import resident
 from fds.step.structure import Structure
 
+Tell = Callable[[Mapping[int, Tensor]], None]  # of gradients by slice, each once
+
 
 @attrs.define(eq=False)
 class Landing:
@@ -33,7 +35,7 @@ class Landing:
     late: Collection[int]  # slices to which other ranks add after backward: their sums land when that is done
     dtype: torch.dtype  # of norms
     wide: bool  # whether some are float64
-    told: Callable[[Mapping[int, Tensor]], None] | None = None  # by slice, once for each
+    told: Tell | None = None
     norms: dict[int, Tensor] = tree.new(dict)
     stored: set[int] = tree.new(set)  # slices of which something was written
     reading: dict[int, Callable[[], list[Tensor]]] = tree.new(dict)
@@ -50,7 +52,7 @@ class Landing:
         device: torch.device,
         late: Collection[int],
         pool: Pool,
-        told: Callable[[Mapping[int, Tensor]], None] | None = None,
+        told: Tell | None = None,
     ) -> Landing:
         """Return the landing of sums in these `dtypes`, of which some are `held` elsewhere, in memory of a pool."""
         some = [k for k, one in enumerate(held) if one]

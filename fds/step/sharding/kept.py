@@ -13,6 +13,7 @@ from fds.layout import Bucket
 from fds.step import foreach
 from fds.step.gradients import combined_scale
 from fds.step.pool import Pool
+from fds.step.totals import Totals
 
 SLOT = "kept"
 
@@ -43,6 +44,11 @@ class Kept:
     def weigh(self, weight: Tensor, divisor: Tensor | float = 1) -> None:
         """Take what the batch of all ranks weighs, () each, and what its gradients were divided by in backward."""
         self.total = combined_scale(weight, self.scale, divisor * self.predivide, weight.device)
+
+    def expect(self, every: Totals, mine: Totals, predivide: float) -> None:
+        """Take what the batch of all ranks weighs, before its last backward."""
+        assert isinstance(every.weight, Tensor)
+        self.weigh(every.weight, 1 if every.divisor is None else every.divisor)
 
     def bucket(self, index: int, bucket: Bucket) -> Tensor:
         """Return what is kept of a bucket, (numel,) float32, which its next message changes."""

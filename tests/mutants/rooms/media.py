@@ -125,8 +125,8 @@ MUTANTS = (
     ),
     Mutant(
         "ranks-do-not-hear-of-an-update",
-        "fds/step/update.py",
-        "hear(setup.residency, step.everyone)",
+        "fds/step/residency/in_chunks.py",
+        "hear(self.setup.residency, self.step.everyone)",
         "pass",
         "after a write that failed a rank goes on with zeros, and says nothing",
         "tests/laws/test_law_11_on_failing_disks.py -k no_room",
