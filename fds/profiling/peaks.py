@@ -249,7 +249,7 @@ def leaves_of(step: Step, state: State) -> Iterator[tuple[Tensor, bool, bool]]:
     """Yield the leaves of params, opt and slots; whether an update writes each, and whether it lives on the device."""
     structure, parts = step.structure_of(state.params)
     residency, trained = step.place.residency, {id(parts[i]) for i in structure.trained}
-    after = {filler.slot for filler in step.after}
+    after = {filler.slot for filler in step.followers}
     for part in ("params", "opt", "slots"):
         for path, x in tree.paths(getattr(state, part)).items():
             written = id(x) in trained if part == "params" else part == "opt" or path.partition(".")[0] in after

@@ -1,6 +1,6 @@
 """The step: its program of stations, transforms that fill them, and what composing means."""
 
-from fds.step.batch import Split, Whole, check_tree, rows, whole
+from fds.step.batch import Split, SplitBatch, Whole, check_tree, rows, whole
 from fds.step.call import Call
 from fds.step.checks.agreement import same_composition
 from fds.step.composition import Composition, Transform, compose, transform
@@ -11,24 +11,21 @@ from fds.step.filling import fill, first_call_compared
 from fds.step.gradients import Gradients, Measure, global_norm
 from fds.step.initial import beginning
 from fds.step.memory import Memory
-from fds.step.messages import PredictedMessages
 from fds.step.one_rank import Comparison, compare_with_one_rank
 from fds.step.placements import LocalCopies, Owned, Placement, Replicated, SplitDim
 from fds.step.program import Step
 from fds.step.ranges import profiled
 from fds.step.residency.contract import OnDevice, Residency, Resident
-from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
+from fds.step.sharding.footprint import PredictedMessages
 from fds.step.sharding.gather import Gather
 from fds.step.sharding.handles import materialize
 from fds.step.sharding.kept import Kept
-from fds.step.sharding.named import Named
 from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard
-from fds.step.sharding.transport import Leg, Pending, Relay, Transport
-from fds.step.split_batch import SplitBatch
-from fds.step.stations import After, Place, Program, Run, Scale
+from fds.step.sharding.transport import Leg, Named, Pending, Relay, Transport
+from fds.step.stations import After, Place, Program, Run, Runtime, Scale
 from fds.step.structure import AllBut, Structure
 from fds.step.sums import Sum
 from fds.step.topology import Dimension, Dimensions

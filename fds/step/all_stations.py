@@ -16,7 +16,7 @@ from fds.collectives import Axis
 from fds.errors import ComposeError
 from fds.optim import Optimizer
 from fds.state import State
-from fds.step.batch import Split
+from fds.step.batch import Split, SplitBatch, cut, split_batch
 from fds.step.call import Call
 from fds.step.checks import state_check as check
 from fds.step.checks.forms import writes_params
@@ -24,20 +24,17 @@ from fds.step.drafts import Drafts
 from fds.step.execution import Executor, InTurn, Microbatch
 from fds.step.gradients import Gradients, Measure
 from fds.step.memory import Memory
+from fds.step.own_sums import REMEMBERING, Synchronize
 from fds.step.residency.chunks import Piece, agreed_chunks, may_leave
 from fds.step.residency.contract import Residency, Resident
-from fds.step.residency.lives import Lives, resident_at
-from fds.step.residency.masters import NOWHERE, Masters, elsewhere
-from fds.step.runtime import Runtime
+from fds.step.residency.lives import NOWHERE, Lives, Masters, elsewhere, resident_at
 from fds.step.sharding.gather import Gather
 from fds.step.sharding.order import LearnedOrder, Order
 from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard, shard_of
-from fds.step.split_batch import SplitBatch, cut, split_batch
-from fds.step.stations import After, AtOnce, Composing, Kernels, Place, Run, Scale, follow_in_pieces
+from fds.step.stations import After, AtOnce, Composing, Kernels, Place, Run, Runtime, Scale, follow_in_pieces
 from fds.step.structure import AllBut, Structure
 from fds.step.sums import Sum
-from fds.step.synchronizing import REMEMBERING, Synchronize
 from fds.step.topology import Dimension, Dimensions
 from fds.step.views import Decode, View, Views, is_encoding
 

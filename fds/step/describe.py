@@ -18,12 +18,11 @@ from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import StateTensors, usable
 from fds.step.local_gradients import local_gradients
-from fds.step.messages import PredictedMessages, predicted
 from fds.step.own_sums import SUMMED
 from fds.step.residency.contract import is_held
 from fds.step.residency.in_chunks import InChunks
 from fds.step.residency.lives import resident
-from fds.step.sharding.footprint import held_bytes, sent_bytes
+from fds.step.sharding.footprint import PredictedMessages, held_bytes, predicted, sent_bytes
 from fds.step.structure import Structure
 from fds.step.update import Setup
 

@@ -18,9 +18,9 @@ from fds.state import State
 from fds.step.agreement import Agreement
 from fds.step.call import Call, seeded
 from fds.step.checks import contracts
-from fds.step.decision import Decision
 from fds.step.memory import TOGETHER, Memory, Merge
 from fds.step.sharding.handles import materialize
+from fds.step.totals import Decision
 
 Place = tuple[str, str]  # a slot and the key path of an entry in it, "" for a slot that is a tensor
 

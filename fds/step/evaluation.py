@@ -21,7 +21,7 @@ from fds.step.checks.state_check import graphless, usable
 from fds.step.execution import Pass
 from fds.step.parameters import Parameters, open_parameters
 from fds.step.pool import Pool
-from fds.step.residency.deferred import deferred, hear
+from fds.step.residency.contract import deferred, hear
 from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import same_metrics
 from fds.step.stations import chosen_kernels

@@ -20,23 +20,22 @@ from fds.collectives import Axis
 from fds.collectives.traffic import Expected
 from fds.layout import Segment
 from fds.step.agreement import clamped, combined, placed
+from fds.step.batch import SplitBatch
 from fds.step.call import Call
 from fds.step.checks import contracts, state_check as check
-from fds.step.decision import Decision
 from fds.step.gradients import Gradients, global_norm
 from fds.step.parameters import Parameters
 from fds.step.ranges import in_range, profiled
 from fds.step.residency.landing import Landing
-from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
 from fds.step.sharding.buckets import Bucketed
 from fds.step.sharding.handles import materialize
 from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import same_metrics
-from fds.step.split_batch import SplitBatch
+from fds.step.stations import Runtime
 from fds.step.sums import InPlace, detached
 from fds.step.topology import Dimensions
-from fds.step.totals import Expect, Totals
+from fds.step.totals import Decision, Expect, Totals
 from fds.step.views import Cut, Views
 
 

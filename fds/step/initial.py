@@ -20,11 +20,10 @@ from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks import state_check as check
 from fds.step.checks.agreement import same_composition
-from fds.step.checks.own_memory import check_finite, check_own
+from fds.step.checks.state_check import check_finite, check_own
 from fds.step.memory import first_slots
-from fds.step.residency.contract import Residency, check_apart, is_held, text_of
-from fds.step.residency.deferred import deferred, heard
-from fds.step.residency.first import first_opt
+from fds.step.residency.chunks import first_opt
+from fds.step.residency.contract import Residency, check_apart, deferred, heard, is_held, text_of
 from fds.step.residency.lives import resident, settled
 from fds.step.structure import Structure, contiguous_copy, frozen_names
 from fds.step.views import encode

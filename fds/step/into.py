@@ -13,11 +13,10 @@ from fds.errors import StateError
 from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
-from fds.step.checks.own_memory import overlap
-from fds.step.checks.state_check import usable
+from fds.step.checks.state_check import overlap, usable
 from fds.step.pool import Pool
-from fds.step.residency.deferred import deferred, hear
-from fds.step.residency.masters import Masters, groups, in_turn
+from fds.step.residency.contract import deferred, hear
+from fds.step.residency.lives import Masters, groups, in_turn
 from fds.step.sharding.gather import Gather
 from fds.step.structure import Structure
 from fds.step.views import decode

@@ -24,13 +24,12 @@ from fds.microbatches import Microbatches
 from fds.optim import Optimizer
 from fds.state import State
 from fds.step.all_stations import Stations
-from fds.step.batch import Split, Whole
+from fds.step.batch import Split, Whole, split_batch
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import StateTensors, graphless, usable
 from fds.step.execution import InTurn
 from fds.step.into import whole_parameters
 from fds.step.sharding.transport import LOSSLESS
-from fds.step.split_batch import split_batch
 from fds.step.stations import AtOnce, HasStations, Place, Program
 from fds.step.topology import Dimensions
 

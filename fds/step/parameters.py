@@ -9,11 +9,14 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from fds.collectives import Work
+from fds.errors import LossError
+from fds.layout import Layout
 from fds.step.pool import Pool
-from fds.step.ranges import in_range
-from fds.step.residency.masters import Masters
-from fds.step.sharding.gather import Gather
-from fds.step.sharding.live import Live
+from fds.step.ranges import in_range, profiled
+from fds.step.residency.lives import Masters
+from fds.step.sharding.gather import Coming, Gather, Memory
+from fds.step.sharding.handles import BucketWindow, handle
 from fds.step.sharding.order import Order
 from fds.step.sharding.shard import Shard
 from fds.step.structure import Structure
@@ -76,3 +79,151 @@ def _as_leaves(whole: list[Tensor], is_trained: Sequence[bool], *, train: bool, 
     if not train:
         return found
     return [x.detach().requires_grad_() if one else x for x, one in zip(found, is_trained, strict=True)]
+
+
+class Live:
+    """The buckets that are whole at the moment, never more than `max_live_bytes` of them.
+
+    A bucket is gathered when an operator touches one of its parameters, by way of a handle, and stays until others
+    have been used since. To evict it drops our reference: what a user still holds stays as it is.
+    """
+
+    def __init__(self, gather: Gather, shard: Shard, structure: Structure, masters: Masters, pool: Pool, order: Order):
+        layout = structure.layout
+        assert layout is not None
+        self.gather, self.layout, self.masters, self.pool = gather, layout, masters, pool
+        self.axis, self.secondary, self.order = shard.legs["gather"], shard.secondary, order
+        self.second: dict[int, Tensor] | None = None  # of buckets that were gathered, this rank's slice inside its node
+        self.trained, self.ahead = set(structure.trained_names), max(1, shard.prefetch)
+        self.used: dict[int, Tensor] = {}  # least recently used first
+        self.coming: dict[int, Coming] = {}  # under way, or arrived and not used yet
+        self.wanted: int | None = None  # what an operator is waiting for
+        self.viewed: tuple[Any, Tensor] | None = None  # what a view made of a parameter last, and by whom it is read
+        self.over = False  # the step has ended
+        self.bytes = gather.passing(layout, shard)
+        self.capacity = gather.room(layout, shard, self.bytes)
+        self.bound = self.capacity + shard.prefetch * max(self.bytes.values(), default=0)
+        staying = [i for i in range(len(layout.buckets)) if i not in self.bytes]
+        self.staying = gather.some(staying, layout, masters, self.axis, self._pooled)
+        order.joins["gather"] = self.join
+        if not structure.windows:
+            structure.windows.extend(_windows(gather, layout))
+        self.windows = structure.windows
+
+    def handles(self, train: bool) -> list[Tensor]:
+        """Return a handle for every parameter, in the order of the layout's names; with `train` autograd leaves.
+
+        With `train` a bucket is gathered from all ranks once; again, from those of a `secondary` axis.
+        """
+        self.second = {} if train and self.secondary is not None else None
+        found: list[list[Tensor]] = []
+        for i, windows in enumerate(self.windows):
+            device = self.masters.device_of(i)
+            found.append([handle(self, x, x.meta.dtype, device, train and x.path in self.trained) for x in windows])
+        return self.layout.collect(found)
+
+    def bucket(self, index: int) -> Tensor:
+        """Return the whole bucket (numel,), gathered if it is not whole now."""
+        if index in self.staying:
+            return self.staying[index]
+        if index in self.used:
+            self.used[index] = flat = self.used.pop(index)
+            return flat
+        if self.over:
+            raise LossError(
+                "a parameter is read after its step",
+                where=self.layout.buckets[index].leaves[0].name,
+                got="a parameter, or a view of one, that was kept by the loss or returned by it",
+                want="its values",
+                hint="keep fds.materialize(p).detach()",
+            )
+        with profiled("gather"):
+            if index not in self.coming:
+                self.wanted = index
+                self.order.need(("gather", index))
+                self.wanted = None
+            flat = self._arrive(index)
+        self._make_room(self.bytes[index], self.capacity)
+        self.used[index] = flat
+        self.order.look_ahead(len(self.coming))
+        return flat
+
+    def join(self, index: int) -> None:
+        """Begin to gather a bucket, for this rank or for others."""
+        if index in self.coming:
+            self._drop(index)
+        others = [i for i in self.coming if i != self.wanted]
+        for i in others[: max(0, len(others) + 1 - self.ahead)]:
+            self._drop(i)
+        coming = sum(self.bytes[i] for i in self.coming)
+        self._make_room(self.bytes[index] + coming, self.capacity if index == self.wanted else self.bound)
+        self.coming[index] = one = self._start(index)
+        self.order.departures.add(one)
+
+    def _start(self, index: int) -> Coming:
+        """Begin to gather a bucket, from its second slices where there are some."""
+        if self.second is None or index not in self.second:
+            return self.gather.start(self.layout.buckets[index], index, self.masters, self.axis, self._memory(index))
+        axis, make = self.secondary, self._pooled(index)
+        assert axis is not None
+
+        def begin(part: Tensor) -> tuple[Tensor, Work]:
+            flat = make(part)
+            return flat, axis.start_all_gather(flat, part)
+
+        return Coming(self.second[index], None, begin)
+
+    def _arrive(self, index: int) -> Tensor:
+        """Return a bucket that was coming (numel,), once it has arrived; keep a second slice of it."""
+        flat = self.order.departures.arrive(self.coming.pop(index))
+        if self.second is not None and index not in self.second:
+            assert self.secondary is not None
+            own = flat.view(self.secondary.size, -1)[self.secondary.index]
+            self.second[index] = self.pool.take(own.numel(), own.dtype, own.device).copy_(own)
+        return flat
+
+    def _make_room(self, num_bytes: int, bound: int) -> None:
+        """Let go of those used least recently, until so many more bytes do not exceed a bound."""
+        while self.used and sum(self.bytes[i] for i in self.used) + num_bytes > bound:
+            del self.used[next(iter(self.used))]
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for one in self.coming.values():
+            one.give_up()
+        self.coming.clear()
+        self.over, self.viewed, self.second = True, None, None
+        self.used.clear()
+        self.staying.clear()
+
+    def _drop(self, index: int) -> None:
+        self._arrive(index)
+        self.order.wasted = True
+
+    def _pooled(self, index: int) -> Memory:
+        """Return what makes memory of the pool for a bucket."""
+        return self.gather.memory(self.layout.buckets[index], self.masters.device_of(index), self.pool)
+
+    def _memory(self, index: int) -> Memory:
+        """Return what makes memory for a bucket: what a rank alone has read is the whole bucket, where it can be."""
+        make, bucket, dtype_of = self._pooled(index), self.layout.buckets[index], self.gather.dtype_of_bucket
+        if self.axis.size > 1 or index not in self.masters.elsewhere:
+            return make
+        return lambda part: part if part.dtype == dtype_of(bucket, part.dtype) and _is_bucket(part) else make(part)
+
+
+def _windows(gather: Gather, layout: Layout) -> list[list[BucketWindow]]:
+    """Return the windows onto all parameters, by bucket."""
+    dtype_of = gather.dtype_of
+    return [
+        [
+            BucketWindow.whole(leaf.name, i, offset, leaf.shape, dtype_of(leaf.name, leaf.dtype))
+            for leaf, offset in zip(bucket.leaves, bucket.offsets, strict=True)
+        ]
+        for i, bucket in enumerate(layout.buckets)
+    ]
+
+
+def _is_bucket(x: Tensor) -> bool:
+    """Say whether memory lies as that of a bucket does: see `fds.layout.ALIGN`."""
+    return x.is_contiguous() and not x.storage_offset() and not x.data_ptr() % 64

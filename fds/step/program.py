@@ -20,7 +20,6 @@ from fds.step.agreement import Agreement
 from fds.step.all_stations import Stations
 from fds.step.checks import contracts, state_check as check
 from fds.step.checks.agreement import same_batch, same_composition
-from fds.step.decision import Decision
 from fds.step.describe import Description, describe, explain
 from fds.step.evaluation import evaluator
 from fds.step.execution import LocalGradients
@@ -33,7 +32,7 @@ from fds.step.residency.early import open_update
 from fds.step.seeds import guesses
 from fds.step.stations import Program, with_chosen_kernels
 from fds.step.sums import check_used
-from fds.step.totals import put_all
+from fds.step.totals import Decision, put_all
 from fds.step.update import AtOnce, Setup
 
 M = TypeVar("M", bound=nn.Module)

@@ -15,20 +15,18 @@ from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.call import Call, seeded
 from fds.step.checks import contracts
-from fds.step.checks.draws import tie
+from fds.step.checks.contracts import tie
 from fds.step.checks.state_check import StateTensors
-from fds.step.decision import Decision
 from fds.step.drafts import Drafts, may_note
 from fds.step.execution import LocalGradients
 from fds.step.gradients import Gradients
 from fds.step.new_leaves import NewLeaves, new_leaves
 from fds.step.own_sums import SUMMED, OwnSums
 from fds.step.ranges import in_range
-from fds.step.residency.contract import Residency
-from fds.step.residency.deferred import deferred
+from fds.step.residency.contract import Residency, deferred
 from fds.step.residency.landing import Landing
 from fds.step.stations import After
-from fds.step.totals import Expect
+from fds.step.totals import Decision, Expect
 
 Map = Callable[[Gradients, Call], Gradients]
 

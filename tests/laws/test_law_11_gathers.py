@@ -13,8 +13,8 @@ import fds
 from fds import tree
 from fds.errors import DiskError, RankError
 from fds.step import fill, transform
-from fds.step.residency import masters
-from fds.step.sharding.coming import Coming, Departures
+from fds.step.residency import lives
+from fds.step.sharding.gather import Coming, Departures
 from tests import devices
 from tests.bits import assert_same_bits, snapshot
 from tests.laws.mapped import Mapped, mapped
@@ -234,7 +234,7 @@ class Held(nn.Module):
 
 @pytest.mark.parametrize("sharding", ["stage 0", "stage 1", "stage 3"])
 def test_a_module_gets_what_lives_elsewhere_a_bucket_at_a_time(tmp_path, monkeypatch, sharding):
-    monkeypatch.setattr(masters, "MOST_BYTES", BUCKET)
+    monkeypatch.setattr(lives, "MOST_BYTES", BUCKET)
 
     def body():
         residency = Watched(tmp_path, ("params",))

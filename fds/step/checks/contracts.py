@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,9 +10,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds import tree
+from fds import random, tree
 from fds.collectives import Work
 from fds.errors import ComposeError, is_a
+from fds.layout import Segment
 from fds.optim.returned import in_words
 from fds.step.checks.forms import has, written
 from fds.step.gradients import Gradients
@@ -234,3 +235,19 @@ def _called(one: Any) -> str:
     """Return how to call a filler in a message."""
     text = repr(one)
     return getattr(one, "__name__", None) or (type(one).__name__ if text.startswith("<") else text[:60])
+
+
+def tie(
+    share: Callable[[str, Tensor], None],
+    one: Any,
+    leaves: Sequence[Tensor | None],
+    segments: Sequence[Sequence[Segment]],
+) -> None:
+    """Make the leaves of tied parameters equal again on all their ranks, where the filler `one` may draw.
+
+    `share(name, leaf)` gives a leaf the values that it has on the first rank that holds the parameter.
+    """
+    if random.draws(one):
+        for leaf, inside in zip(leaves, segments, strict=True):
+            if leaf is not None and inside:
+                share(inside[0].name, leaf)

@@ -18,18 +18,17 @@ from fds import tree
 from fds.errors import ComposeError
 from fds.optim import Optimizer
 from fds.step.all_stations import Stations
-from fds.step.decision import Decision
 from fds.step.gradients import Gradients
 from fds.step.new_leaves import Apart, NewLeaves, pooled
 from fds.step.ranges import profiled
 from fds.step.residency.chunks import is_separate
-from fds.step.residency.deferred import heard
+from fds.step.residency.contract import heard
 from fds.step.residency.in_chunks import InChunks
 from fds.step.residency.landing import Landing
 from fds.step.residency.lives import Column
 from fds.step.residency.visit import Chunk, Visit, chunks_of_leaves
 from fds.step.seeds import guesses
-from fds.step.totals import Totals
+from fds.step.totals import Decision, Totals
 from fds.step.update import AtOnce, Setup
 
 

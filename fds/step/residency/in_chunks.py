@@ -14,12 +14,12 @@ from fds import random
 from fds.optim import returned
 from fds.step.call import Call
 from fds.step.checks import contracts
-from fds.step.checks.draws import tie
+from fds.step.checks.contracts import tie
 from fds.step.gradients import Gradients
 from fds.step.new_leaves import Apart, NewLeaves, new_leaves
 from fds.step.ranges import in_range
 from fds.step.residency.chunks import Piece, with_frozen
-from fds.step.residency.deferred import hear, heard
+from fds.step.residency.contract import hear, heard
 from fds.step.residency.landing import Landing, Tell
 from fds.step.residency.lives import Column, Lives
 from fds.step.residency.visit import Chunk, Run, Visit, chunks_of_leaves

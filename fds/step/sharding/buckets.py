@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -19,7 +21,6 @@ from fds.step.checks import contracts
 from fds.step.pool import Pool, give_back
 from fds.step.ranges import in_range
 from fds.step.residency.landing import Landing
-from fds.step.sharding.flight import Filling, Flight
 from fds.step.sharding.kept import Kept
 from fds.step.sharding.order import Order, order_of_reductions
 from fds.step.sharding.shard import Shard
@@ -387,3 +388,36 @@ class _Elsewhere(Traffic):
 def _zero(views: list[Tensor]) -> None:
     if views:
         foreach.zero_(views)
+
+
+@attrs.define(eq=False)
+class Filling:
+    """A bucket that gradients are being written into, and which of its parameters have some."""
+
+    flat: Tensor
+    views: list[Tensor]
+    filled: set[int] = tree.new(set)
+
+    def add(self, which: Sequence[int], grads: list[Tensor]) -> None:
+        """Write the gradients of these parameters, or add them to what is there."""
+        if set(map(tree.layout_of, grads)) != {torch.strided}:
+            grads = [x if x.layout is torch.strided else x.to_dense() for x in grads]
+        if not self.filled and len(which) == len(self.views):  # in order, all of them
+            foreach.copy_(self.views, grads)
+            self.filled.update(which)
+            return
+        views, more = [self.views[j] for j in which], [j in self.filled for j in which]
+        for write, some in ((foreach.copy_, [not one for one in more]), (foreach.add_, more)):
+            if any(some):
+                write(list(compress(views, some)), list(compress(grads, some)))
+        self.filled.update(which)
+
+
+@attrs.frozen(eq=False)
+class Flight:
+    """A bucket that is being reduced: what was sent, and where this rank's slice of the sum arrives."""
+
+    held: Filling
+    sent: Tensor
+    own: Tensor
+    work: Work

@@ -34,7 +34,7 @@ import attrs
 
 from fds import tree
 from fds.collectives import Axis
-from fds.step.sharding.coming import Departures
+from fds.step.sharding.gather import Departures
 
 Event = tuple[str, int]  # ("gather" or "reduce", bucket)
 KINDS = ("", "gather", "reduce")  # as numbers; "" asks for nothing

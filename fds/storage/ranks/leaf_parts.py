@@ -22,8 +22,8 @@ from fds.errors import StorageError
 from fds.layout import Box, Layout, Sharded
 from fds.state import State
 from fds.step import Step
+from fds.step.residency.chunks import blank_opt, padded
 from fds.step.residency.contract import check_apart, is_held, made
-from fds.step.residency.first import blank_opt, padded
 from fds.storage.format import boxes
 from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.format.tensors import dtype_name

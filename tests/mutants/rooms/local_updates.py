@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "one-rank-skips-alone",
-        "fds/step/decision.py",
+        "fds/step/totals.py",
         "            skip=overflow if empty is None",
         "            skip=self.skip if empty is None",
         "a NaN on one rank is its own affair, and turns are of other ranks than think so",

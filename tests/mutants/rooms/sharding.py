@@ -133,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "waits-for-what-it-reads-ahead",
-        "fds/step/sharding/coming.py",
+        "fds/step/sharding/gather.py",
         "keep=int(one.read is not None)",
         "keep=0",
         "a slice that is read ahead is waited for at once",
@@ -141,7 +141,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-second-copy-of-what-one-rank-read",
-        "fds/step/sharding/live.py",
+        "fds/step/parameters.py",
         "return lambda part: part if part.dtype == dtype_of(bucket, part.dtype) and _is_bucket(part) else make(part)",
         "return make",
         "on one rank a bucket that was read is copied once more",

@@ -69,7 +69,7 @@ MUTANTS = (
     ),
     Mutant(
         "predivision-forgotten-with-a-mean",
-        "fds/step/decision.py",
+        "fds/step/totals.py",
         "totals.divisor * predivide",
         "totals.divisor",
         "what was divided before it was sent is not multiplied back where seeds have a divisor of their own",
@@ -245,7 +245,7 @@ MUTANTS = (
     ),
     Mutant(
         "masters-on-the-host-are-copied",
-        "fds/step/residency/masters.py",
+        "fds/step/residency/lives.py",
         'if way_to(medium, False, device) == "read")',
         'if medium != "device")',
         "a loss on the CPU is given a copy of masters that are in its memory",

@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "gathers-by-formula-alone",
-        "fds/step/messages.py",
+        "fds/step/sharding/footprint.py",
         '2 * n if plan is None else plan["gather", i]',
         "2 * n",
         "stage 3 is predicted to gather what is still there",
