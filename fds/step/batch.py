@@ -1,4 +1,4 @@
-"""Batches: which leaves are rows, and how a batch becomes microbatches."""
+"""Batches: which leaves are rows, and how a batch becomes microbatches: the stations `batch` and `split`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer that adds up over ranks by itself remembers between calls, and what it asks of a step."""
+"""Ranks that agree by themselves: optimizers that send no gradients, and parameters that drift apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameters of one step, as the loss sees them: whole tensors, or handles that gather when they are used."""
+"""The parameters of one step, as the loss sees them: whole tensors, or handles that gather buckets when used."""
 
 from __future__ import annotations
 

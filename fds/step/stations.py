@@ -1,4 +1,4 @@
-"""The stations' own small records: what each is when nobody fills it, and what it promises."""
+"""The stations' own small records: what each is when nobody fills it, what it promises; and the caches of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums over microbatches besides gradients: loss, weight and metrics, and their means."""
+"""Sums over microbatches besides gradients (loss, weight, metrics), their means, and what a step decides by them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks: which slices an update visits together, on all ranks alike."""
+"""Chunks: which slices an update visits together, on all ranks alike; and by them the optimizer's first slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Residency`, of the station `place`: where leaves of a state live, and what holds them to it."""
+"""`Residency`, of the station `place`: where leaves of a state live, what holds them to it, who hears errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lives: of every leaf that an update writes, where it lives, and how the update gets at it."""
+"""Lives: of every leaf that an update writes, where it lives; how the update, and the loss of masters, get at it."""
 
 from __future__ import annotations
 

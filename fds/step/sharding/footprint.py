@@ -1,4 +1,4 @@
-"""What a step holds and sends on one rank, by formula: from the layout, without running anything."""
+"""What a step holds, sends and starts in messages on one rank, by formula: from the layout alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The station `gather`: what is held to what the loss sees, when and in what dtype."""
+"""The station `gather`: what is held to what the loss sees, when and in what dtype; and buckets on their way."""
 
 from __future__ import annotations
 
