@@ -106,12 +106,13 @@ class InChunks(AtOnce):
     def write(self, leaves: NewLeaves, grads: Gradients) -> None:
         """Update chunk after chunk; from the first write on, a state that is given up is marked so."""
         setup, structure, n = self.setup, self.setup.held.structure, len(leaves.trained)
+        pieces = self.step.chunks(structure)  # on which all ranks agree, those too that visit none
         if not leaves.lives.visited:
             return super().write(leaves, grads)
         new: list[Column] = [list(leaves.flat[:n]), *structure.align(leaves.flat[n:]).values()]
         old: list[Column] = [list(leaves.old[:n]), *structure.align(leaves.old[n:]).values()]
-        chunks = chunks_of_leaves(leaves.lives, new, old, self.step.chunks(structure), ahead=False)
-        again = self.again(functools.partial(chunks_of_leaves, leaves.lives, new, old, self.step.chunks(structure)))
+        chunks = chunks_of_leaves(leaves.lives, new, old, pieces, ahead=False)
+        again = self.again(functools.partial(chunks_of_leaves, leaves.lives, new, old, pieces))
         rule = self.rule(grads.scale, self.skip)
         Visit([*again, *chunks], rule, lambda: leaves.give_up(setup.state)).finish(dict(enumerate(grads.leaves)))
         return None
