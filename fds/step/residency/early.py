@@ -49,9 +49,7 @@ class Early(InChunks):
     visit: Visit | None = None
 
     def __attrs_post_init__(self) -> None:
-        self.step.chunks(
-            self.setup.held.structure
-        )  # on which all ranks agree
+        self.step.chunks(self.setup.held.structure)  # on which all ranks agree
         with heard(self.setup.residency, self.step.everyone):
             self.apart = self._leaves_apart()
         self.expects = (self.expect,)
