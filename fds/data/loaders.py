@@ -83,7 +83,11 @@ class DistributedLoader:
         key = random.key(self.seed)
         for name, least in (("batch_size", 1), ("num_microbatches", 1), ("num_workers", 0), ("start", 0)):
             _check_count(name, getattr(self, name), least)
-        self._check_workers()
+        if self.prefetch_factor is not None:
+            _check_count("prefetch_factor", self.prefetch_factor, 1)
+        for name in ("persistent_workers", "prefetch_factor"):
+            if getattr(self, name) and not self.num_workers:
+                raise DataError("there are no workers", where=name, got="num_workers=0", want="num_workers=1 or more")
         object.__setattr__(self, "_workers", self._new_workers(key))
         stream = self.stream
         self._check_divides(self.batch_size, "the batch", "a multiple of it")
@@ -150,13 +154,6 @@ class DistributedLoader:
             orders,
         )
         return Workers(shares, self.num_workers, self.persistent_workers, self.prefetch_factor, self.pin_memory)
-
-    def _check_workers(self) -> None:
-        if self.prefetch_factor is not None:
-            _check_count("prefetch_factor", self.prefetch_factor, 1)
-        for name in ("persistent_workers", "prefetch_factor"):
-            if getattr(self, name) and not self.num_workers:
-                raise DataError("there are no workers", where=name, got="num_workers=0", want="num_workers=1 or more")
 
     def _check_divides(self, rows: int, what: str, hint: str) -> None:
         ranks, parts = self.axis.size, self.num_microbatches
@@ -238,7 +235,10 @@ class RepeatingLoader:
         if self._current is not None:
             if (batch := next(self._current, _END)) is not _END:
                 return batch
-            self._advance()
+            if isinstance(self.loader, DistributedLoader):
+                self.loader = self.loader.next_epoch()
+            for sampler in _samplers(self.loader):
+                sampler.set_epoch(getattr(sampler, "epoch", 0) + 1)
         self._current = iter(self.loader)
         if (batch := next(self._current, _END)) is not _END:
             return batch
@@ -247,12 +247,6 @@ class RepeatingLoader:
         want = "a loader that yields batches each time it is iterated"
         hint = "a generator can be iterated only once: pass an object whose __iter__ makes a new one"
         raise DataError("an epoch without a batch", got=got, want=want, hint=hint)
-
-    def _advance(self) -> None:
-        if isinstance(self.loader, DistributedLoader):
-            self.loader = self.loader.next_epoch()
-        for sampler in _samplers(self.loader):
-            sampler.set_epoch(getattr(sampler, "epoch", 0) + 1)
 
 
 def _samplers(loader: Any) -> list[Any]:

@@ -62,10 +62,15 @@ class Orders:
         """Return the sampler's row numbers in an epoch, `(N,) int64`."""
         with random.seeded(key), random.python_seeded(key):
             if isinstance(self.sampler, Sampler):
-                result: Any = list(_at_epoch(self.sampler, epoch, key))
+                if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
+                    set_epoch(epoch)
+                if isinstance(generator := getattr(self.sampler, "generator", None), torch.Generator):
+                    generator.manual_seed(random.seed(key, "generator"))
+                result: Any = list(self.sampler)
             else:
                 assert self.sampler is not None
                 result = self.sampler(epoch, key)
+        where = f"sampler, epoch {epoch}"
         try:
             order = np.asarray(result)
         except (ValueError, TypeError):
@@ -73,20 +78,18 @@ class Orders:
         if order.ndim != 1 or not len(order) or order.dtype.kind not in "iu":
             raise DataError(
                 "the sampler did not give a sequence of row numbers",
-                where=f"sampler, epoch {epoch}",
+                where=where,
                 got=f"{type(result).__name__} {str(result)[:40]}",
                 want="integers, one or more",
                 hint="batch_size forms the batches: pass a sampler of rows, not of batches",
             )
         if order.min() < 0 or order.max() >= self.rows:
-            where = f"sampler, epoch {epoch}"
-            got = str(order.min() if order.min() < 0 else order.max())
-            want = f"0 to {self.rows - 1}"
+            got, want = str(order.min() if order.min() < 0 else order.max()), f"0 to {self.rows - 1}"
             raise DataError("the sampler gave a row that the data set does not have", where=where, got=got, want=want)
         if not self.lengths:
             self.lengths.append(len(order))
         if len(order) != self.lengths[0]:
-            where, got, want = f"sampler, epoch {epoch}", f"{len(order)} rows", f"{self.lengths[0]} rows in every epoch"
+            got, want = f"{len(order)} rows", f"{self.lengths[0]} rows in every epoch"
             raise DataError("the epochs of the sampler differ in length", where=where, got=got, want=want)
         return order.astype(np.int64)
 
@@ -114,15 +117,6 @@ def check_sampler(sampler: Any) -> None:
         return
     want = "a torch Sampler, or a function of (epoch, key) that returns the numbers of rows"
     raise DataError("not a sampler", where="sampler", got=repr(sampler)[:60], want=want, hint=hint)
-
-
-def _at_epoch(sampler: Any, epoch: int, key: Tensor) -> Any:
-    """Set a torch sampler to the beginning of an epoch, and return it."""
-    if callable(getattr(sampler, "set_epoch", None)):
-        sampler.set_epoch(epoch)
-    if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
-        generator.manual_seed(random.seed(key, "generator"))
-    return sampler
 
 
 def permutation(key: Tensor, length: int) -> np.ndarray:

@@ -88,7 +88,7 @@ class Disk:
             del slots, copies
         for leaf, x in ready if self.checksums else ():
             if (record := drive.leaf(leaf)) is not None and not record.in_place:
-                record.checksums[_bytes_of(leaf)] = _checksum(x)
+                record.checksums[_bytes_of(leaf)] = xxhash.xxh3_64_intdigest(view(x.data_ptr(), x.nbytes))
         request = drive.start(ready, writes=True)
         if staged:
             with drive.lock:
@@ -218,10 +218,6 @@ def _bytes_of(x: Tensor) -> tuple[int, int]:
         return 0, x.untyped_storage().nbytes()
     start = int(x.storage_offset()) * x.element_size()
     return start, start + x.nbytes
-
-
-def _checksum(x: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(view(x.data_ptr(), x.nbytes))
 
 
 def _forked() -> None:

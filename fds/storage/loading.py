@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,7 +200,9 @@ def _read(parts: Mapping[str, LeafPart], names: Mapping[str, str], source: Sourc
             _fill(whole, part, names[name], source)
             copy_to(flat, whole)
             continue
-        for start, length in spans(leaf) if part.ranges is None else _blocks(part, leaf):
+        most = BLOCK // DTYPES[leaf.dtype].itemsize
+        pieces = ((start, most) for start in range(part.start, part.end, most))  # of a box, in elements of it
+        for start, length in spans(leaf) if part.ranges is None else pieces:
             low, high = max(part.start, start), min(part.end, start + length)
             if low < high:
                 num_bytes = (high - low) * DTYPES[leaf.dtype].itemsize
@@ -219,12 +221,6 @@ def _fill(out: Tensor, part: LeafPart, name: str, source: Source) -> None:
         read = blank_like(source.leaves[name], x.numel())
         source.fill(name, box, start, read)
         x.copy_(read.view(x.shape))
-
-
-def _blocks(part: LeafPart, leaf: SavedLeaf) -> Iterator[tuple[int, int]]:
-    """Yield (start, length), in elements of its box, of the blocks in which a part is read."""
-    most = BLOCK // DTYPES[leaf.dtype].itemsize
-    return ((start, most) for start in range(part.start, part.end, most))
 
 
 def _read_terms(part: LeafPart, leaf: SavedLeaf, name: str, source: Source) -> None:

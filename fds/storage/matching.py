@@ -92,7 +92,7 @@ def match(
     mismatched = [
         name
         for name, found in names.items()
-        if not alike(have[found], want[name]) and not (_is_of(name, partial) and _same_term(have[found], want[name]))
+        if not alike(have[found], want[name]) and not _are_terms(have[found], want[name], name, partial)
     ]
     missing = [n for n in want if options.read(n) and n not in names and not options.may_lack(n)]
     taken = {source.aliases.get(name, name) for name in names.values()}
@@ -110,8 +110,10 @@ def match(
     return {name: found for name, found in names.items() if name not in mismatched}
 
 
-def _same_term(have: SavedLeaf, want: SavedLeaf) -> bool:
+def _are_terms(have: SavedLeaf, want: SavedLeaf, name: str, partial: Collection[str]) -> bool:
     """Say whether two leaves are the terms of sums of the same shape, however many."""
+    if _kind(name) != "slots" or name.split(".")[1] not in partial:
+        return False
     return have.dtype == want.dtype and have.shape[1:] == want.shape[1:] and len(have.shape) == len(want.shape)
 
 
@@ -185,11 +187,6 @@ def _check_matched(
         want=f"{want[name]}, as this step has it" if name in want else "nothing, as this step has it",
         hint="\n".join(filter(None, hints)),
     )
-
-
-def _is_of(name: str, slots: Collection[str]) -> bool:
-    """Say whether a leaf lies in one of these slots of transforms."""
-    return _kind(name) == "slots" and name.split(".")[1] in slots
 
 
 def _is_slot(name: str) -> bool:

@@ -37,7 +37,7 @@ def open_local(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over
     """
     with ranks.together() as exchange:
         visible_saves = _visible_saves(dir, directory(dir, ranks, local=True), tag)
-        exchange.mine = [[*save, _indices(found)] for save, found in visible_saves.items()]
+        exchange.mine = [[*save, [part.place[0] for _, part in parts]] for save, parts in visible_saves.items()]
     visible = [{(tag, when): indices for tag, when, indices in theirs} for theirs in exchange.all]
     common = [save for save in visible[0] if all(save in theirs for theirs in visible)]
     requested = [save for save in common if tag in (None, save[0])]
@@ -48,7 +48,7 @@ def open_local(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over
                 "there is no save that all ranks have" + (f" under {tag!r:.80}" if tag else ""), str(dir), got, want
             )
     ranks_of = {save: {i for theirs in visible for i in theirs[save]} for save in requested}
-    whole = [save for save in requested if len(ranks_of[save]) == _num_ranks(visible_saves[save])]
+    whole = [save for save in requested if len(ranks_of[save]) == visible_saves[save][0][1].place[1]]
     chosen = max(whole or requested, key=lambda save: save[1])
     with ranks.together() as exchange:
         folders = [OpenFolder.of(folder) for folder, _ in visible_saves[chosen]]
@@ -96,11 +96,10 @@ def _common_texts(manifest: Manifest) -> dict[str, str]:
     """Return what is equal in the manifests of all parts of a save, as texts by name."""
     leaves = {f"leaf {name} of the save": str(leaf) for name, leaf in manifest.leaves.items()}
     count = f"{len(leaves)}, {fingerprint(sorted(leaves))}"
-    ranks = str((manifest.part or (0, 1))[1])
     return {
         "run of the save": str(manifest.run),
         "calls of the save": str(manifest.calls),
-        "ranks of the save": ranks,
+        "ranks of the save": str(manifest.place[1]),
         "leaves of the save": count,
         **leaves,
     }
@@ -121,14 +120,6 @@ def _check_parts_agree(manifest: Manifest, first: Manifest, where: str, there: s
 
 def _listed(saves: Iterable[SaveId]) -> str:
     return ", ".join(sorted({tag for tag, _ in saves}))
-
-
-def _indices(parts: SaveParts) -> list[int]:
-    return [(manifest.part or (0, 1))[0] for _, manifest in parts]
-
-
-def _num_ranks(parts: SaveParts) -> int:
-    return (parts[0][1].part or (0, 1))[1]
 
 
 def _merge(manifests: list[Manifest]) -> Manifest:
