@@ -20,17 +20,12 @@ Ordering = Sampler | Callable[[int, Tensor], Sequence[int] | Tensor | np.ndarray
 
 @attrs.frozen(eq=False)
 class Orders:
-    """The orders of all epochs, computed on demand; the last two are cached.
+    """The orders of all epochs, computed on demand; the last two are cached."""
 
-    Attributes:
-        rows: number of rows of the data set.
-        key: the key of the seed.
-        sampler: gives the rows of an epoch; None is a permutation of all rows, or without `shuffle` their own order.
-    """
-
-    rows: int
-    key: Tensor
+    rows: int  # number of rows of the data set
+    key: Tensor  # the key of the seed
     shuffle: bool
+    # gives the rows of an epoch; None is a permutation of all rows, or without `shuffle` their own order
     sampler: Ordering | None = None
     cache: dict[int, np.ndarray] = attrs.field(factory=dict, repr=False)
     lengths: list[int] = attrs.field(factory=list, repr=False)  # the length of a sampler's epochs, once known

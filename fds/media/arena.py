@@ -34,23 +34,14 @@ _GROWS_NOT = "the file of the leaves cannot grow"
 
 @attrs.define(eq=False)
 class File:
-    """An open file without a name, and its mapping, which reaches beyond its end.
+    """An open file without a name, and its mapping, which reaches beyond its end."""
 
-    Attributes:
-        directory: in which it is.
-        fd: its descriptor; -1 in a child process.
-        direct: whether reads and writes go past the page cache.
-        base: the address of its first byte.
-        span: the bytes that are mapped.
-        lock: of the directory.
-    """
-
-    directory: str
-    fd: int
-    direct: bool
-    base: int
-    span: int
-    lock: Lock
+    directory: str  # in which it is
+    fd: int  # its descriptor; -1 in a child process
+    direct: bool  # whether reads and writes go past the page cache
+    base: int  # the address of its first byte
+    span: int  # the bytes that are mapped
+    lock: Lock  # of the directory
 
     def allocate(self, start: int, nbytes: int) -> None:
         """Give a range blocks of the disk, so that no write to it can fail for want of space. Raises `DiskError`."""

@@ -150,21 +150,13 @@ def _end(queue: SimpleQueue[Piece | None], depth: int) -> None:
 
 @attrs.define(eq=False)
 class Drive:
-    """What is open for a `Disk`.
+    """What is open for a `Disk`."""
 
-    Attributes:
-        arena: in which its leaves have their extents.
-        buffers: that they are read into.
-        threads: that read and write.
-        timeout: in seconds, without any progress.
-        staged: requests that may still hold copies of what they write.
-    """
-
-    arena: Arena
-    buffers: Buffers
-    threads: Threads
-    timeout: float
-    staged: list[Request] = attrs.field(factory=list)
+    arena: Arena  # in which its leaves have their extents
+    buffers: Buffers  # that they are read into
+    threads: Threads  # that read and write
+    timeout: float  # in seconds, without any progress
+    staged: list[Request] = attrs.field(factory=list)  # requests that may still hold copies of what they write
     lock: threading.Lock = attrs.field(factory=threading.Lock)  # of that list
 
     def leaf(self, x: Tensor) -> Leaf | None:

@@ -25,17 +25,12 @@ _PROCESS = "process "  # what the text in the lock of a directory begins with
 
 @attrs.define(eq=False)
 class Lock:
-    """The lock of an open file or folder, to which it is closed.
+    """The lock of an open file or folder, to which it is closed."""
 
-    Attributes:
-        fd: its descriptor; -1 once it is closed.
-        file: the device and inode of a file that other threads of this process may wait for.
-        removes: the path of the file, if it is removed in the end.
-    """
-
-    fd: int
+    fd: int  # its descriptor; -1 once it is closed
+    # the device and inode of a file that other threads of this process may wait for
     file: tuple[int, int] | None = None
-    removes: str | None = None
+    removes: str | None = None  # the path of the file, if it is removed in the end
 
     def __attrs_post_init__(self) -> None:
         _locks.add(self)

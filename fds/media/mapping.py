@@ -133,15 +133,10 @@ def nbytes_of(like: Tensor) -> int:
 
 @attrs.define(eq=False)
 class Ranges:
-    """Ranges that are free, sorted, no two of them adjacent.
+    """Ranges that are free, sorted, no two of them adjacent."""
 
-    Attributes:
-        nbytes: how many are free in all.
-        last: the end of the range that was taken last: what is taken together lies together.
-    """
-
-    nbytes: int = 0
-    last: int = 0
+    nbytes: int = 0  # how many are free in all
+    last: int = 0  # the end of the range that was taken last: what is taken together lies together
     _starts: list[int] = attrs.field(factory=list)
     _ends: list[int] = attrs.field(factory=list)
 

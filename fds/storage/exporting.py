@@ -187,21 +187,13 @@ class TensorPlace:
 
 @attrs.frozen(eq=False)
 class Export:
-    """The plan of the files of an export: the same on all ranks.
+    """The plan of the files of an export: the same on all ranks."""
 
-    Attributes:
-        folder: of the files.
-        heads: by name of a file, its header.
-        num_bytes: by name of a file, its size.
-        places: by key path, in the order of the files.
-        index: for several files, the JSON that maps tensors to files.
-    """
-
-    folder: Path
-    heads: dict[str, bytes]
-    num_bytes: dict[str, int]
-    places: dict[str, TensorPlace]
-    index: dict[str, Any] | None
+    folder: Path  # of the files
+    heads: dict[str, bytes]  # by name of a file, its header
+    num_bytes: dict[str, int]  # by name of a file, its size
+    places: dict[str, TensorPlace]  # by key path, in the order of the files
+    index: dict[str, Any] | None  # for several files, the JSON that maps tensors to files
 
     @classmethod
     def of(

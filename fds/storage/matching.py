@@ -20,22 +20,16 @@ SLOTS = ("init", "drop")
 
 @attrs.frozen
 class MatchOptions:
-    """Which leaves of a source must match the state, and which are read.
+    """Which leaves of a source must match the state, and which are read."""
 
-    Attributes:
-        slots: "init" initialises slots that the source lacks, "drop" ignores slots that the state lacks.
-        strict: whether any other difference is an error; if not, leaves are initialised or ignored, with a warning.
-        params_only: read parameters and buffers; other leaves are those of `step.init`.
-        without_optimizer: initialise the optimizer's state.
-        without_schedule: count updates from 0 again.
-        foreign: the source was not written by fds: it may lack key, counters and buffers, and dtypes may differ.
-    """
-
+    # "init" initialises slots that the source lacks, "drop" ignores slots that the state lacks
     slots: tuple[str, ...] = ()
+    # whether any other difference is an error; if not, leaves are initialised or ignored, with a warning
     strict: bool = True
-    params_only: bool = False
-    without_optimizer: bool = False
-    without_schedule: bool = False
+    params_only: bool = False  # read parameters and buffers; other leaves are those of `step.init`
+    without_optimizer: bool = False  # initialise the optimizer's state
+    without_schedule: bool = False  # count updates from 0 again
+    # the source was not written by fds: it may lack key, counters and buffers, and dtypes may differ
     foreign: bool = False
 
     def read(self, name: str) -> bool:

@@ -104,15 +104,10 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @attrs.define(eq=False)
 class OpenFolder:
-    """An open folder. It is closed by `close`, or when it is garbage-collected.
+    """An open folder. It is closed by `close`, or when it is garbage-collected."""
 
-    Attributes:
-        path: where it was opened, for messages.
-        fd: its descriptor; -1 when it is closed.
-    """
-
-    path: Path
-    fd: int
+    path: Path  # where it was opened, for messages
+    fd: int  # its descriptor; -1 when it is closed
 
     @classmethod
     def of(cls, path: Path) -> OpenFolder:

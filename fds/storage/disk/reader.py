@@ -33,16 +33,11 @@ class Files:
     """The files of a save, opened when first read; the last `MOST` stay open. For one thread at a time.
 
     Files are read, not mapped: access to a mapping of a file that was truncated kills the process.
-
-    Attributes:
-        folders: the folder of each, by name.
-        files: size and checksum of each, by name.
-        verify: whether bytes that are read are compared with their checksums.
     """
 
-    folders: Mapping[str, OpenFolder]
-    files: Mapping[str, File]
-    verify: bool = True
+    folders: Mapping[str, OpenFolder]  # the folder of each, by name
+    files: Mapping[str, File]  # size and checksum of each, by name
+    verify: bool = True  # whether bytes that are read are compared with their checksums
     _open: OrderedDict[str, int] = attrs.field(factory=OrderedDict, init=False)  # least recently used first
     _data: dict[str, int] = attrs.field(factory=dict, init=False)  # first byte of data, for checked headers
 

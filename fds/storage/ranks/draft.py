@@ -63,31 +63,22 @@ class SaveOptions:
 
 @attrs.frozen(eq=False)
 class Draft:
-    """A save before it is written, on one rank.
+    """A save before it is written, on one rank."""
 
-    Attributes:
-        dir: the directory of the run, or of this rank with `local`.
-        folder: of the tag once it is published, below the path that the user passed.
-        parts: what this rank holds; emptied once it is written.
-        union: all leaves of the plain state, which the manifest will list.
-        versions: of each part's tensor when the save began: torch's count of in-place writes.
-        reached: the CUDA event after which the parts are computed; None on the CPU.
-    """
-
-    dir: Path
-    folder: Path
+    dir: Path  # the directory of the run, or of this rank with `local`
+    folder: Path  # of the tag once it is published, below the path that the user passed
     tag: str
     saved: str
     run: str
     calls: int
     composition: tuple[str, ...]
     extra: dict[str, Any]
-    parts: dict[str, LeafPart]
-    union: AllLeaves
+    parts: dict[str, LeafPart]  # what this rank holds; emptied once it is written
+    union: AllLeaves  # all leaves of the plain state, which the manifest will list
     ranks: Ranks
     options: SaveOptions
-    versions: dict[str, int]
-    reached: torch.cuda.Event | None
+    versions: dict[str, int]  # of each part's tensor when the save began: torch's count of in-place writes
+    reached: torch.cuda.Event | None  # the CUDA event after which the parts are computed; None on the CPU
 
     @classmethod
     def of(

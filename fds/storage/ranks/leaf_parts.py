@@ -35,27 +35,19 @@ ON_HOST = ("calls", "key")  # leaves that are on the CPU on every device
 @tree.leaf
 @attrs.frozen
 class LeafPart:
-    """The part of a leaf that a rank holds.
+    """The part of a leaf that a rank holds."""
 
-    Attributes:
-        tensor: the leaf; if ranks share it, a view (length,) of this rank's slice, which may be empty.
-        shape: of the whole leaf.
-        start: index of the first element in the flattened leaf, or piece of it.
-        split: whether slices of buckets hold the leaf; else this rank has all of it, or of the piece.
-        ranges: the piece of the leaf that this is of, by dim, where ranks hold pieces; None for all of it.
-        parameter: the name of the parameter, or buffer, that the leaf is of, where that decides on how it lies.
-        term: of a leaf that is all terms of a sum, (terms, *shape), which one this is; None of any other leaf.
-        is_copy: whether a rank before this one holds the same term.
-    """
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    start: int = 0
-    split: bool = False
+    tensor: Tensor  # the leaf; if ranks share it, a view (length,) of this rank's slice, which may be empty
+    shape: tuple[int, ...]  # of the whole leaf
+    start: int = 0  # index of the first element in the flattened leaf, or piece of it
+    split: bool = False  # whether slices of buckets hold the leaf; else this rank has all of it, or of the piece
+    # the piece of the leaf that this is of, by dim, where ranks hold pieces; None for all of it
     ranges: boxes.Ranges | None = None
+    # the name of the parameter, or buffer, that the leaf is of, where that decides on how it lies
     parameter: str | None = None
+    # of a leaf that is all terms of a sum, (terms, *shape), which one this is; None of any other leaf
     term: int | None = None
-    is_copy: bool = False
+    is_copy: bool = False  # whether a rank before this one holds the same term
 
     @property
     def end(self) -> int:
