@@ -93,11 +93,6 @@ class Manifest:
     leaves: dict[str, SavedLeaf]  # by dotted key path
     extra: dict[str, Any]  # the user's
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """Of which rank it is, of how many."""
-        return self.part or (0, 1)
-
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest of a folder durably. Raises `OSError`."""

@@ -37,7 +37,9 @@ def open_local(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over
     """
     with ranks.together() as exchange:
         visible_saves = _visible_saves(dir, directory(dir, ranks, local=True), tag)
-        exchange.mine = [[*save, [part.place[0] for _, part in parts]] for save, parts in visible_saves.items()]
+        exchange.mine = [
+            [*save, [_part(manifest)[0] for _, manifest in parts]] for save, parts in visible_saves.items()
+        ]
     visible = [{(tag, when): indices for tag, when, indices in theirs} for theirs in exchange.all]
     common = [save for save in visible[0] if all(save in theirs for theirs in visible)]
     requested = [save for save in common if tag in (None, save[0])]
@@ -48,7 +50,7 @@ def open_local(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over
                 "there is no save that all ranks have" + (f" under {tag!r:.80}" if tag else ""), str(dir), got, want
             )
     ranks_of = {save: {i for theirs in visible for i in theirs[save]} for save in requested}
-    whole = [save for save in requested if len(ranks_of[save]) == visible_saves[save][0][1].place[1]]
+    whole = [save for save in requested if len(ranks_of[save]) == _part(visible_saves[save][0][1])[1]]
     chosen = max(whole or requested, key=lambda save: save[1])
     with ranks.together() as exchange:
         folders = [OpenFolder.of(folder) for folder, _ in visible_saves[chosen]]
@@ -99,7 +101,7 @@ def _common_texts(manifest: Manifest) -> dict[str, str]:
     return {
         "run of the save": str(manifest.run),
         "calls of the save": str(manifest.calls),
-        "ranks of the save": str(manifest.place[1]),
+        "ranks of the save": str(_part(manifest)[1]),
         "leaves of the save": count,
         **leaves,
     }
@@ -116,6 +118,10 @@ def _check_parts_agree(manifest: Manifest, first: Manifest, where: str, there: s
                 want=f"{text}, as in {there}",
                 hint="is one of the folders of another run?",
             )
+
+
+def _part(manifest: Manifest) -> tuple[int, int]:
+    return manifest.part or (0, 1)
 
 
 def _listed(saves: Iterable[SaveId]) -> str:
