@@ -41,7 +41,7 @@ class Disk:
             return torch.empty(x.shape, dtype=x.dtype, device="cpu")
         drive, size = self._drive(), pages(nbytes)
         address = drive.arena.take(size)
-        leaf = over(own(address, nbytes, _freed, drive.arena, address, size), x)
+        leaf = over(own(address, nbytes, _free, drive.arena, address, size), x)
         leaves[address] = Leaf(self, drive.arena)
         return leaf
 
@@ -194,7 +194,7 @@ def _check(right: bool, name: str, got: object, want: str) -> None:
         raise DiskError("a wrong argument of fds.disk", where=name, got=repr(got)[:80], want=want)
 
 
-def _freed(home: arena.Arena, address: int, nbytes: int) -> None:
+def _free(home: arena.Arena, address: int, nbytes: int) -> None:
     leaves.pop(address, None)
     home.give(address, nbytes)
 
@@ -220,7 +220,7 @@ def _bytes_of(x: Tensor) -> tuple[int, int]:
     return start, start + x.nbytes
 
 
-def _forked() -> None:
+def _keep_in_child() -> None:
     """Let the child of a fork treat leaves as plain tensors, with values that it alone changes from here on."""
     global _opening
     _opening = threading.Lock()
@@ -232,4 +232,4 @@ def _forked() -> None:
         medium._open.clear()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_keep_in_child)

@@ -182,7 +182,7 @@ class Kept:
         if x is None:
             assert self.reading is not None
             reading, self.reading, self.gathers = self.reading, None, False
-            x = self._shaped(reading())
+            x = self._reshape(reading())
         else:
             self._check_version()
         self.groups.begin(self.group - 1)
@@ -192,7 +192,7 @@ class Kept:
         """Return the tensor, to torch's selective checkpoints."""
         return self.get()
 
-    def _shaped(self, read: Tensor) -> Tensor:
+    def _reshape(self, read: Tensor) -> Tensor:
         """Return elements that were read with the shape and strides that the tensor had, on which bits may depend."""
         flat = read[: self.num_bytes].view(self.dtype)
         if flat.numel() == _span(self.shape, self.stride):

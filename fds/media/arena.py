@@ -88,7 +88,7 @@ def open_file(directory: str) -> File:
         with contextlib.ExitStack() as failing:
             lock = lock_directory(directory)
             failing.callback(lock.release)
-            fd, direct = _nameless(directory)
+            fd, direct = _open_nameless(directory)
             failing.callback(os.close, fd)
             disk = os.fstatvfs(fd)
             span = max(4 * disk.f_blocks * disk.f_frsize, 2**40)  # free ranges are taken again: none comes near
@@ -100,7 +100,7 @@ def open_file(directory: str) -> File:
         raise DiskError("leaves cannot live in this directory", where=directory, got=got, want=want) from error
 
 
-def _nameless(directory: str) -> tuple[int, bool]:
+def _open_nameless(directory: str) -> tuple[int, bool]:
     """Return the descriptor of a new file, and whether it is open for direct I/O. Raises `OSError`."""
     try:
         fd = os.open(directory, os.O_RDWR | os.O_TMPFILE, 0o600)
@@ -142,7 +142,7 @@ class Arena:
             self._collect()
             start = self._free.take(nbytes)
             if start is None:
-                start = self._allocated(nbytes)
+                start = self._allocate(nbytes)
         return self.file.base + start
 
     def give(self, address: int, nbytes: int) -> None:
@@ -171,7 +171,7 @@ class Arena:
                 self._free.remove(start, nbytes)
                 self._holes.give(start, nbytes)
 
-    def _allocated(self, nbytes: int) -> int:
+    def _allocate(self, nbytes: int) -> int:
         """Return the start of an extent that was in a hole, or behind the end."""
         if (start := self._holes.take(nbytes)) is not None:
             try:

@@ -36,17 +36,17 @@ def pages(nbytes: int) -> int:
 
 def map_file(fd: int, nbytes: int) -> int:
     """Map a file, readable and writable, shared with it; also beyond its end, where it may grow. Raises `OSError`."""
-    return _mapped(None, nbytes, mmap.MAP_SHARED | _NORESERVE, fd)
+    return _map(None, nbytes, mmap.MAP_SHARED | _NORESERVE, fd)
 
 
 def map_private(fd: int, address: int, nbytes: int) -> None:
     """Map a file over what is mapped there, so that writes reach nobody else. Raises `OSError`."""
-    _mapped(address, nbytes, mmap.MAP_PRIVATE | _NORESERVE | _FIXED, fd)
+    _map(address, nbytes, mmap.MAP_PRIVATE | _NORESERVE | _FIXED, fd)
 
 
 def map_memory(nbytes: int) -> int:
     """Map fresh memory, of large pages where the system gives them; it is taken as it is touched. Raises `OSError`."""
-    address = _mapped(None, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1)
+    address = _map(None, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1)
     _MADVISE(address, nbytes, _HUGEPAGE)
     return address
 
@@ -61,7 +61,7 @@ def drop(address: int, nbytes: int) -> None:
     _MADVISE(address, nbytes, _DONTNEED)
 
 
-def _mapped(address: int | None, nbytes: int, flags: int, fd: int) -> int:
+def _map(address: int | None, nbytes: int, flags: int, fd: int) -> int:
     mapped = _MMAP(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if mapped is None or mapped == _FAILED:
         code = ctypes.get_errno()
@@ -221,12 +221,12 @@ class _Slab:
             self._ranges.give(*self._dropped.popleft())
         if not sizes:
             return []
-        if (whole := self._owned(sum(sizes))) is not None:
+        if (whole := self._own(sum(sizes))) is not None:
             return _side_by_side(whole, sizes)
-        owners = [self._owned(nbytes) for nbytes in sizes]
+        owners = [self._own(nbytes) for nbytes in sizes]
         return None if None in owners else [(owner, 0) for owner in owners if owner is not None]
 
-    def _owned(self, nbytes: int) -> memoryview | None:
+    def _own(self, nbytes: int) -> memoryview | None:
         start = self._ranges.take(nbytes)
         return None if start is None else own(self._base + start, nbytes, self._give, start, nbytes)
 

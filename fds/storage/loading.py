@@ -282,7 +282,7 @@ def import_weights(
     """
     options = MatchOptions(strict=strict, params_only=True, foreign=True)
     open_ = lambda: foreign.weights(check_path(path, "path"))
-    return _filled("import_weights", open_, step, params, options, rename, key)[0]
+    return _import("import_weights", open_, step, params, options, rename, key)[0]
 
 
 @torch.inference_mode(False)
@@ -314,10 +314,10 @@ def import_deepspeed(
     """
     options = MatchOptions(slots=("init", "drop"), foreign=True)
     open_ = lambda: foreign.deepspeed(check_path(dir, "dir"), tag)
-    return _filled("import_deepspeed", open_, step, params, options, rename, key)
+    return _import("import_deepspeed", open_, step, params, options, rename, key)
 
 
-def _filled(
+def _import(
     doing: str,
     open_: Callable[[], Source],
     step: Step,

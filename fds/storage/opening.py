@@ -114,7 +114,7 @@ def differences(a: str | os.PathLike[str] | Source, b: str | os.PathLike[str] | 
         left, right = first.leaves.get(name), second.leaves.get(name)
         difference = Difference(name, str(left or ""), str(right or ""))
         if left is not None and right is not None and left.shape == right.shape:
-            difference = _compared(difference, first, second)
+            difference = _compare(difference, first, second)
         if difference.num_different or difference.left != difference.right:
             differing.append(difference)
     return differing
@@ -139,9 +139,9 @@ def locate(text: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, 
     return path, named if tag is None else tag
 
 
-def _compared(leaf: Difference, first: Source, second: Source) -> Difference:
+def _compare(leaf: Difference, first: Source, second: Source) -> Difference:
     for x, y in _pairs(first, second, leaf.name):
-        differ = _differing(x, y)
+        differ = _differ(x, y)
         count = int(differ.sum())
         if count:
             far, relative = _distances(x[differ], y[differ])
@@ -168,7 +168,7 @@ def _pairs(first: Source, second: Source, name: str) -> Iterator[tuple[Tensor, T
         x, y, remaining = x[n:], y[n:], remaining - n
 
 
-def _differing(x: Tensor, y: Tensor) -> Tensor:
+def _differ(x: Tensor, y: Tensor) -> Tensor:
     if x.dtype == y.dtype:
         bits = BITS[x.element_size()]
         return as_bytes(x).view(bits) != as_bytes(y).view(bits)

@@ -207,7 +207,7 @@ def await_previous() -> None:
 
 
 @atexit.register
-def _report_unawaited() -> None:
+def _print_unawaited() -> None:
     """Print the errors of saves that were never waited for, at the end of the program."""
     for saving in _unawaited:
         if saving.error is not None and saving.pid == os.getpid():

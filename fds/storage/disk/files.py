@@ -32,16 +32,16 @@ def check_path(path: object, where: str) -> Path:
 
 def read_errors(work: str, path: str | os.PathLike[str] = "") -> contextlib.AbstractContextManager[None]:
     """Turn an `OSError` inside the block, such as for another user's files, into a `StorageError`."""
-    return _refused(work, path, "folders and files that this user may read")
+    return _refuse(work, path, "folders and files that this user may read")
 
 
 def write_errors(dir: Path, work: str = "save") -> contextlib.AbstractContextManager[None]:
     """Turn an `OSError` inside the block into a `StorageError`."""
-    return _refused(work, dir, f"a directory that can be written: {dir}", "existing files are unchanged")
+    return _refuse(work, dir, f"a directory that can be written: {dir}", "existing files are unchanged")
 
 
 @contextlib.contextmanager
-def _refused(work: str, path: str | os.PathLike[str], want: str, hint: str = "") -> Iterator[None]:
+def _refuse(work: str, path: str | os.PathLike[str], want: str, hint: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -55,7 +55,7 @@ def deepspeed(dir: str | os.PathLike[str], tag: str | None = None) -> Source:
     folder = find(Path(dir), tag)
     checkpoint = open_checkpoint(folder)
     try:
-        source, lost = _assembled(checkpoint)
+        source, lost = _assemble(checkpoint)
     except StorageError:
         raise
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
@@ -76,11 +76,11 @@ class ModuleTensors:
     is_trained: bool = True  # whether the stage's optimizer trains exactly its parameters
 
 
-def _assembled(checkpoint: Checkpoint) -> tuple[Source, list[str]]:
+def _assemble(checkpoint: Checkpoint) -> tuple[Source, list[str]]:
     """Return the source, and notes of optimizer state that is left out."""
     where, first = str(checkpoint.folder), checkpoint.stages[0].models[0]
-    modules = list(_pipelined(checkpoint)) if checkpoint.layers else [_module(checkpoint.stages[0], where)]
-    trained = [_trained(checkpoint, i, module) for i, module in enumerate(modules)]
+    modules = list(_modules_of_stages(checkpoint)) if checkpoint.layers else [_module(checkpoint.stages[0], where)]
+    trained = [_optimizer_of(checkpoint, i, module) for i, module in enumerate(modules)]
     params, buffers = dict[str, ForeignLeaf](), dict[str, ForeignLeaf]()
     slots, apart = dict[str, dict[str, ForeignLeaf]](), list[str]()
     for module, trained_here in zip(modules, trained, strict=True):
@@ -130,7 +130,7 @@ def _module(stage: StageFiles, where: str) -> ModuleTensors:
     return ModuleTensors({name: x for name, x in params.items() if name not in shared}, buffers)
 
 
-def _pipelined(checkpoint: Checkpoint) -> Iterator[ModuleTensors]:
+def _modules_of_stages(checkpoint: Checkpoint) -> Iterator[ModuleTensors]:
     """Yield the module of each stage, with the parameter names of the stage's optimizer.
 
     The names that a stage trains tell which layers it has; without them, layers are assigned in order. A layer without
@@ -155,7 +155,7 @@ def _pipelined(checkpoint: Checkpoint) -> Iterator[ModuleTensors]:
         for name, x in layer.items():
             (kept if f"{i}.{name}" in buffers or prefix + name in buffers else params).setdefault(prefix + name, x)
     if not everything:
-        yield from _in_order(checkpoint, params, kept)
+        yield from _modules_in_order(checkpoint, params, kept)
         return
     others = {name: x for name, x in params.items() if name not in everything}  # frozen
     for i, trains in enumerate(names):
@@ -163,7 +163,9 @@ def _pipelined(checkpoint: Checkpoint) -> Iterator[ModuleTensors]:
         yield ModuleTensors(mine | others, kept) if i == 0 else ModuleTensors(mine, {})
 
 
-def _in_order(checkpoint: Checkpoint, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[ModuleTensors]:
+def _modules_in_order(
+    checkpoint: Checkpoint, params: dict[str, Tensor], buffers: dict[str, Tensor]
+) -> Iterator[ModuleTensors]:
     """Yield the modules of consecutive stages, each with as many parameters as its optimizer has."""
     sizes = []
     for stage in checkpoint.stages:
@@ -188,7 +190,7 @@ def _names(stage: StageFiles) -> dict[str, int]:
     return sizes
 
 
-def _trained(checkpoint: Checkpoint, i: int, module: ModuleTensors) -> OptimizerState:
+def _optimizer_of(checkpoint: Checkpoint, i: int, module: ModuleTensors) -> OptimizerState:
     stage, where = checkpoint.stages[i], str(checkpoint.folder)
     shapes = {name: tuple(x.shape) for name, x in module.params.items()}
     if (universal := checkpoint.folder / UNIVERSAL).is_dir():

@@ -78,7 +78,7 @@ def by_name(folder: Path, shapes: Shapes) -> OptimizerState:
             raise StorageError("a parameter of the optimizer is not in the model", where=str(place))
         files = {path.stem: open_torch(path) for path in sorted(place.glob("*.pt"))}
         leaves = {slot: x["param"] if isinstance(x, dict) else x for slot, x in files.items()}
-        kept = {slot: _reshaped(x, shapes[name], f"{place}: {slot}") for slot, x in leaves.items() if slot != "step"}
+        kept = {slot: _reshape(x, shapes[name], f"{place}: {slot}") for slot, x in leaves.items() if slot != "step"}
         result.masters[name] = kept.pop("fp32")
         slots = {slot: x for slot, x in leaves.items() if slot != "fp32"}
         result.add((name,), slots, lambda slot, name=name, kept=kept: {name: kept[slot]})
@@ -136,7 +136,7 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     return next((tuple(x.shape) for slot, x in state.items() if isinstance(x, Tensor) and slot != "step"), None)
 
 
-def _reshaped(x: Any, shape: tuple[int, ...], where: str) -> ForeignLeaf:
+def _reshape(x: Any, shape: tuple[int, ...], where: str) -> ForeignLeaf:
     """Return a tensor in its shape, which may have been saved flat and padded."""
     if isinstance(x, Tensor) and tuple(x.shape) != shape and x.dim() == 1:
         return join(shape, [x], where)

@@ -39,7 +39,7 @@ def weights(path: str | os.PathLike[str]) -> Source:
     """
     path = Path(path)
     file = _in_directory(path) if path.is_dir() else path
-    kept = dict(_indexed(file) if file.name.endswith(INDEX) else _tensors(file).items())
+    kept = dict(_read_index(file) if file.name.endswith(INDEX) else _tensors(file).items())
     return source_of(str(path), {f"params.{name}": leaf for name, leaf in kept.items()}, {}, ())
 
 
@@ -70,7 +70,7 @@ def _tensors(file: Path) -> dict[str, ForeignLeaf]:
     raise refusal("this is not a file of weights", where, file.name[:80] if os.path.exists(file) else "nothing", want)
 
 
-def _indexed(index: Path) -> Iterator[tuple[str, ForeignLeaf]]:
+def _read_index(index: Path) -> Iterator[tuple[str, ForeignLeaf]]:
     """Yield the leaves of an index. Each must be in its shard, and in no other."""
     try:
         record = parse_json(read_small(Path(os.path.realpath(index)), MAX_HEADER))

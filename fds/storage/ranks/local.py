@@ -37,9 +37,7 @@ def open_local(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over
     """
     with ranks.together() as exchange:
         visible_saves = _visible_saves(dir, directory(dir, ranks, local=True), tag)
-        exchange.mine = [
-            [*save, [_part(m)[0] for _, m in parts]] for save, parts in visible_saves.items()
-        ]
+        exchange.mine = [[*save, [_part(m)[0] for _, m in parts]] for save, parts in visible_saves.items()]
     visible = [{(tag, when): indices for tag, when, indices in theirs} for theirs in exchange.all]
     common = [save for save in visible[0] if all(save in theirs for theirs in visible)]
     requested = [save for save in common if tag in (None, save[0])]
