@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from fds.reporting.charts import parts
 from fds.reporting.findings import findings, spikes
 from fds.reporting.record import FORMAT, Record
 from fds.reporting.run import RankWait, Run, Table, slices_of
@@ -113,6 +114,14 @@ def test_the_ranks_that_others_wait_for_are_named():
     assert [found.what for found in findings(one)] == ["the others wait for rank 2: 8.0 ms in the messages compared"]
     one.messages = Table(3, (), tuple(RankWait(rank, 9.0, 7.0 + rank) for rank in range(4)))
     assert findings(one) == []
+
+
+def test_a_wait_for_messages_is_no_part_of_reducing():
+    one = run(elapsed_time_ms_backward_allreduce=[5.0, 7.0], elapsed_time_ms_wait=[3.0, 8.0])
+    assert {part: series.y.tolist() for part, series in parts(one).items()} == {
+        "reduce": [2.0, 0.0],
+        "wait": [3.0, 8.0],
+    }
 
 
 def test_waits_are_no_work_of_a_rank():

@@ -36,7 +36,7 @@ MUTANTS = (
         "ms = np.maximum(used[name].y - sum(used[other].y for other in inside), 0.0)",
         "ms = np.maximum(used[name].y, 0.0)",
         "parts add up to more than the call",
-        REPORT,
+        FINDINGS,
     ),
     Mutant(
         "a-script-ends-the-data",
