@@ -43,7 +43,7 @@ LINEAR = {*_SUMS, *PRODUCTS, "add", "sub", "rsub", "mul", "div", "neg", "to", "t
 LINEAR |= {"bfloat16", "cat", "concat", "stack", "clone", "reshape", "contiguous", "where", "masked_fill", "getitem"}
 
 
-class Lies(NamedTuple):
+class Role(NamedTuple):
     """How a tensor depends on the tokens of this rank."""
 
     kind: str  # it has "tokens", or what was "reduced" over them, or "positions" that count from a first one
@@ -56,18 +56,18 @@ class Call:
     """A call of a function of torch that is given something of tokens."""
 
     def __init__(
-        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: list[tuple[Tensor, Lies]], out: Tensor
+        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: list[tuple[Tensor, Role]], out: Tensor
     ):
         self.name, self.args, self.kwargs, self.given, self.out = name, args, kwargs, given, out
         self.letters: dict[str, int] = {}  # of tokens in an einsum: where they lie in the result, from its end
 
     def __str__(self) -> str:
         name = {"getitem": "x[...]", "rmatmul": "matmul"}.get(self.name, self.name)
-        lie = [
-            f"{tuple(x.shape)} ({lies.kind}{f' along dim {x.dim() + lies.dim}' * bool(lies.dim)})"
-            for x, lies in self.given
+        shapes = [
+            f"{tuple(x.shape)} ({role.kind}{f' along dim {x.dim() + role.dim}' * bool(role.dim)})"
+            for x, role in self.given
         ]
-        return f"{name} of {', '.join(lie)}"
+        return f"{name} of {', '.join(shapes)}"
 
     def is_view(self) -> bool:
         """Whether the result lies in the memory of what is given first."""
@@ -75,13 +75,13 @@ class Call:
 
     def meets(self) -> bool:
         """Whether numbers of tokens are computed with positions, or sums, that lie along them."""
-        dims = {lies.dim for _, lies in self.given if lies.kind == "tokens"}
-        others = {lies.dim for _, lies in self.given if lies.kind == "positions"}
+        dims = {role.dim for _, role in self.given if role.kind == "tokens"}
+        others = {role.dim for _, role in self.given if role.kind == "positions"}
         return bool(dims & others) and self.out.is_floating_point() and self.name != "getitem"
 
     def effect(self) -> str:
         """Return what the function does along the tokens: "mixes", "reduces", "ends", or nothing."""
-        effects = {self._of(x, lies.dim) for x, lies in self.given if lies.kind == "tokens"}
+        effects = {self._of(x, role.dim) for x, role in self.given if role.kind == "tokens"}
         effects |= {"mixes"} if self._makes_pairs() else set()
         return next((effect for effect in ("mixes", "reduces", "ends") if effect in effects), "")
 
@@ -137,7 +137,7 @@ class Call:
 
     def _makes_pairs(self) -> bool:
         """Whether the result has tokens along two dims."""
-        tokens = [(x, lies.dim) for x, lies in self.given if lies.kind == "tokens"]
+        tokens = [(x, role.dim) for x, role in self.given if role.kind == "tokens"]
         if self.name == "einsum":
             return len(self.letters) > 1
         if self.name in PRODUCTS:
@@ -250,10 +250,10 @@ class Watch:
     def __init__(self, axis: Axis, rows: set[int], lengths: set[int], tensors: Sequence[Tensor]):
         self.axis, self.lengths = axis, lengths - {1}
         self.long = self.lengths.union(n * b for n in self.lengths for b in rows)  # flattened with the rows too
-        self.lies, self.wrong = WeakTensorKeyDictionary(), dict[str, bool]()
+        self.roles, self.wrong = WeakTensorKeyDictionary(), dict[str, bool]()
         for x in tensors:
             if x.shape[1] in self.lengths:
-                self.lies[x] = Lies("tokens", 1 - x.dim())
+                self.roles[x] = Role("tokens", 1 - x.dim())
 
     def look(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         """Follow what a function returned. Raises `LossError` for one that mixes tokens."""
@@ -266,13 +266,13 @@ class Watch:
         name = getattr(func, "__name__", "").strip("_")
         made = [x for x in tree.leaves(out) if isinstance(x, Tensor)]
         tensors = [x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
-        given = [(x, self.lies[x]) for x in tensors if x in self.lies]
+        given = [(x, self.roles[x]) for x in tensors if x in self.roles]
         if not made:
             return
         if not given:
-            lies = self._find_positions(name, args, kwargs, made[0])
-            if lies is not None and not _is_exempt():
-                self.lies[made[0]] = lies._replace(line=line())
+            role = self._find_positions(name, args, kwargs, made[0])
+            if role is not None and not _is_exempt():
+                self.roles[made[0]] = role._replace(line=line())
             return
         call = Call(name, args, kwargs, given, made[0])
         effect = call.effect()
@@ -280,62 +280,62 @@ class Watch:
             return
         if effect == "mixes":
             self._raise_mixing(call)
-        reduced = [lies for _, lies in given if lies.kind == "reduced"]
+        reduced = [role for _, role in given if role.kind == "reduced"]
         if reduced:
             self._check_reduced(call, reduced[0])
-        lies = next((lies for _, lies in given if lies.kind == "positions"), None)
-        if lies is not None and call.meets() and self._is_wrong(lies):
-            self._raise_positions(call, lies)
+        role = next((role for _, role in given if role.kind == "positions"), None)
+        if role is not None and call.meets() and self._is_wrong(role):
+            self._raise_positions(call, role)
         if effect == "ends" or (name == "detach" and reduced):
             return
         for x in made:
-            how = self._follow(call, effect, x)
-            if how is not None:
-                self.lies[x] = how
+            role = self._follow(call, effect, x)
+            if role is not None:
+                self.roles[x] = role
 
     def mark(self, out: Tensor, dim: int) -> None:
         """Note that something has tokens of this rank along a dim, counted from the end."""
-        self.lies[out] = Lies("tokens", dim)
+        self.roles[out] = Role("tokens", dim)
 
-    def _follow(self, call: Call, effect: str, out: Tensor) -> Lies | None:
-        """Return how something lies that a function made."""
+    def _follow(self, call: Call, effect: str, out: Tensor) -> Role | None:
+        """Return the role of something that a function made."""
         for kind in ("reduced", "positions", "tokens"):
-            for x, lies in call.given:
-                if lies.kind != kind:
+            for x, role in call.given:
+                if role.kind != kind:
                     continue
                 if effect == "reduces" or kind == "reduced":
-                    return Lies("reduced", 0, lies.line or line()) if out.dim() else None
-                dim = next(iter(call.letters.values()), None) or _dim_in(out, x, lies.dim, call.name, self.long)
-                if dim is None or (kind == "positions" and (lies := _move(call, x, lies)) is None):
+                    return Role("reduced", 0, role.line or line()) if out.dim() else None
+                dim = next(iter(call.letters.values()), None) or _dim_in(out, x, role.dim, call.name, self.long)
+                if dim is None or (kind == "positions" and (role := _move(call, x, role)) is None):
                     return None
-                return lies._replace(dim=dim)
+                return role._replace(dim=dim)
         return None
 
-    def _find_positions(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Lies | None:
+    def _find_positions(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Role | None:
         """Return the positions that something whole is of if it is as long as a part: `arange`, a slice of a table."""
         if name == "arange" and out.shape[0] in self.lengths and not kwargs.keys() & {"start", "end", "step"}:
             numbers = [*args, 1][: max(len(args), 3)] if len(args) > 1 else [0, *args, 1]
-            return Lies("positions", -1, first=numbers[0]) if is_int(numbers[0]) and numbers[2] == 1 else None
+            return Role("positions", -1, first=numbers[0]) if is_int(numbers[0]) and numbers[2] == 1 else None
         if name == "narrow" and len(args) == 4 and args[3] in self.lengths and is_int(args[2]):
-            return Lies("positions", args[1] % args[0].dim() - args[0].dim(), first=args[2])
+            return Role("positions", args[1] % args[0].dim() - args[0].dim(), first=args[2])
         if name != "getitem" or not isinstance(args[0], Tensor):
             return None
         for dim, item in items(args[0], args[1]):
             if isinstance(item, slice) and item.step in (None, 1) and all(map(is_end, (item.start, item.stop))):
                 first, last, _ = item.indices(args[0].shape[dim])
                 if last - first in self.lengths and args[0].shape[dim] > last - first and out.dim() >= -dim:
-                    return Lies("positions", dim, first=first)
+                    return Role("positions", dim, first=first)
         return None
 
-    def _is_wrong(self, lies: Lies) -> bool:
+    def _is_wrong(self, role: Role) -> bool:
         """Ask all ranks, in the same call, whether their positions begin with the same number."""
-        if lies.line not in self.wrong:
-            self.wrong[lies.line] = len(set(self.axis.exchange(lies.first, "first positions"))) == 1
-        return self.wrong[lies.line]
+        if role.line not in self.wrong:
+            self.wrong[role.line] = len(set(self.axis.exchange(role.first, "first positions"))) == 1
+        return self.wrong[role.line]
 
-    def _check_reduced(self, call: Call, lies: Lies) -> None:
+    def _check_reduced(self, call: Call, role: Role) -> None:
         """Raise `LossError` for a sum over this rank's tokens that is more than a summand of the loss."""
-        kinds = [lies.kind for _, lies in call.given]
+        kinds = [role.kind for _, role in call.given]
         meets = "tokens" in kinds and call.out.is_floating_point()
         power = call.out.requires_grad and (
             (call.name not in LINEAR and not call.is_view())
@@ -344,16 +344,16 @@ class Watch:
         if (meets or power) and not _is_exempt():
             self._raise(
                 "a sum or mean over this rank's tokens is taken for that of whole rows",
-                f"{call} of what was summed over tokens at {lies.line}",
+                f"{call} of what was summed over tokens at {role.line}",
                 "sums that are added up to the loss, as fds.Mean(total, weight)",
             )
 
-    def _raise_positions(self, call: Call, lies: Lies) -> None:
+    def _raise_positions(self, call: Call, role: Role) -> None:
         self._raise(
             "positions begin with the same number on every rank, for tokens of different places in the row",
-            f"{call} of positions from {lies.line}",
+            f"{call} of positions from {role.line}",
             "positions in the batch, cut as tokens are: torch.arange(S).chunk(N)[rank], or fds.nn.zigzag_positions",
-            "model(..., position_ids=...)" if "called in" in lies.line else "",
+            "model(..., position_ids=...)" if "called in" in role.line else "",
         )
 
     def _raise_mixing(self, call: Call) -> None:
@@ -382,14 +382,14 @@ class Watch:
         raise LossError(what, where=where, got=got, want=want, hint=hint)
 
 
-def _move(call: Call, x: Tensor, lies: Lies) -> Lies | None:
+def _move(call: Call, x: Tensor, role: Role) -> Role | None:
     """Return positions to which something is added; None where that cannot be told."""
     others = [y for y in call.args if y is not x]
     if call.name not in ("add", "sub", "radd", "rsub") or x.is_floating_point() or not others:
-        return lies
+        return role
     if not is_int(others[0]):
         return None
-    return lies._replace(first=lies.first + (others[0] if "add" in call.name else -others[0]))
+    return role._replace(first=role.first + (others[0] if "add" in call.name else -others[0]))
 
 
 def _dim_in(out: Tensor, x: Tensor, dim: int, name: str, long: set[int]) -> int | None:
