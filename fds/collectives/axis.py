@@ -225,7 +225,7 @@ class Axis:
         if (heard := dry.get()) is not None:
             return replay(heard, exchange.collective)
         self._count(sent)
-        self._watched(sent, exchange).wait()
+        self._watch(sent, exchange).wait()
         return exchange.replies
 
     def _start(
@@ -240,9 +240,9 @@ class Axis:
         self._count(collective)
         flat = lambda t: t.detach().view(-1)
         a = flat(out)
-        return self._watched(collective, self._link.start(collective, a, a if x is out else flat(x)))
+        return self._watch(collective, self._link.start(collective, a, a if x is out else flat(x)))
 
-    def _watched(self, collective: Collective, work: Work) -> Work:
+    def _watch(self, collective: Collective, work: Work) -> Work:
         for traffic in self.world.counters:
             work = traffic.watched(collective, work)
         return work

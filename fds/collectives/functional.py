@@ -68,7 +68,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
     The gradient is the all_gather of the ranks' gradients. Raises `FdsError` where `dim` does not divide.
     """
-    dim = _divided(x, axis, dim, "reduce_scatter")
+    dim = _check_divided(x, axis, dim, "reduce_scatter")
     return x if axis.size == 1 else apply_function(_ReduceScatter, x, axis, dim)
 
 
@@ -84,7 +84,7 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -
 
     The gradient is the inverse, with the dims exchanged. Raises `FdsError` where `split_dim` does not divide.
     """
-    split_dim, concat_dim = _divided(x, axis, split_dim, "all_to_all"), _dim(x, concat_dim)
+    split_dim, concat_dim = _check_divided(x, axis, split_dim, "all_to_all"), _dim(x, concat_dim)
     return x if axis.size == 1 else apply_function(_AllToAll, x, axis, split_dim, concat_dim)
 
 
@@ -285,7 +285,7 @@ def _dim(x: Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def _divided(x: Tensor, axis: Axis, dim: int, op: str) -> int:
+def _check_divided(x: Tensor, axis: Axis, dim: int, op: str) -> int:
     dim = _dim(x, dim)
     check_divides(x, axis, dim, f"{op} splits a dim into equal pieces")
     return dim

@@ -26,7 +26,7 @@ def operator(shape: Callable[..., Any]) -> Callable[[Callable[..., Tensor]], Any
     return make
 
 
-def _same(x: Tensor, *args: int) -> Any:
+def _same_shape(x: Tensor, *args: int) -> Any:
     return x.shape
 
 
@@ -35,31 +35,31 @@ def _pieces(x: Tensor, size: int, dim: int) -> Tensor:
     return x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0).contiguous()
 
 
-def _gathered(x: Tensor, axis: int, dim: int) -> list[int]:
+def _gathered_shape(x: Tensor, axis: int, dim: int) -> list[int]:
     return [n * of_handle(axis).size if i == dim else n for i, n in enumerate(x.shape)]
 
 
-def _scattered(x: Tensor, axis: int, dim: int) -> list[int]:
+def _scattered_shape(x: Tensor, axis: int, dim: int) -> list[int]:
     return [n // of_handle(axis).size if i == dim else n for i, n in enumerate(x.shape)]
 
 
-def _transposed(x: Tensor, axis: int, split_dim: int, concat_dim: int) -> list[int]:
+def _transposed_shape(x: Tensor, axis: int, split_dim: int, concat_dim: int) -> list[int]:
     size, shape = of_handle(axis).size, list(x.shape)
     shape[split_dim] //= size
     shape[concat_dim] *= size
     return shape
 
 
-@operator(_gathered)
+@operator(_gathered_shape)
 def gather(x: Tensor, axis: int, dim: int) -> Tensor:
     """Concatenate the tensors of all ranks along `dim`."""
     along = of_handle(axis)
     out = x.new_empty((along.size, *x.shape))
     along.start_all_gather(out.view(-1), x.contiguous().view(-1)).wait()
-    return out.movedim(0, dim).reshape(_gathered(x, axis, dim))
+    return out.movedim(0, dim).reshape(_gathered_shape(x, axis, dim))
 
 
-@operator(_scattered)
+@operator(_scattered_shape)
 def scatter_sum(x: Tensor, axis: int, dim: int) -> Tensor:
     """Sum the tensors of all ranks and return this rank's piece along `dim`."""
     along = of_handle(axis)
@@ -69,7 +69,7 @@ def scatter_sum(x: Tensor, axis: int, dim: int) -> Tensor:
     return out
 
 
-@operator(_same)
+@operator(_same_shape)
 def sum_all(x: Tensor, axis: int) -> Tensor:
     """Sum the tensors of all ranks."""
     out = x.clone(memory_format=torch.contiguous_format)
@@ -77,7 +77,7 @@ def sum_all(x: Tensor, axis: int) -> Tensor:
     return out
 
 
-@operator(_same)
+@operator(_same_shape)
 def sum_to(x: Tensor, axis: int, to: int) -> Tensor:
     """Sum the tensors of all ranks on one of them, and return zeros on the others."""
     along, out = of_handle(axis), x.clone(memory_format=torch.contiguous_format)
@@ -85,17 +85,17 @@ def sum_to(x: Tensor, axis: int, to: int) -> Tensor:
     return out if along.index == to else out.zero_()
 
 
-@operator(_transposed)
+@operator(_transposed_shape)
 def transpose(x: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
     """Send piece i along `split_dim` to rank i, and concatenate the pieces received along `concat_dim`."""
     along = of_handle(axis)
     pieces = _pieces(x, along.size, split_dim)
     out = torch.empty_like(pieces)
     along.start_all_to_all(out, pieces).wait()
-    return out.movedim(0, concat_dim).reshape(_transposed(x, axis, split_dim, concat_dim))
+    return out.movedim(0, concat_dim).reshape(_transposed_shape(x, axis, split_dim, concat_dim))
 
 
-@operator(_same)
+@operator(_same_shape)
 def copy_from(x: Tensor, axis: int, source: int) -> Tensor:
     """Return the tensor of the rank with coordinate `source`."""
     along = of_handle(axis)
@@ -111,7 +111,7 @@ def send_to(x: Tensor, axis: int, to: int) -> Tensor:
     return x.new_zeros(())
 
 
-@operator(_same)
+@operator(_same_shape)
 def recv_from(like: Tensor, axis: int, source: int) -> Tensor:
     """Receive a tensor of this shape and dtype."""
     out = like.new_empty(like.shape)

@@ -53,7 +53,7 @@ class Hub:
             )
         rendezvous = self.pending.setdefault(key, rendezvous)
         for other, (theirs, _, _) in rendezvous.arrived.items():
-            if _compared(theirs) != _compared(collective):
+            if _comparable(theirs) != _comparable(collective):
                 started = {rendezvous.ranks[other]: str(theirs), rendezvous.ranks[index]: str(collective)}
                 raise different(f"axis {collective.axis!r}, {rendezvous.title}", started)
         rendezvous.arrived[index] = (collective, out, x)
@@ -131,7 +131,7 @@ class _MemoryWork:
         return self.rendezvous.over
 
 
-def _compared(collective: Collective) -> Collective:
+def _comparable(collective: Collective) -> Collective:
     direct = collective.op in ("send", "recv")
     return attrs.evolve(collective, op="send and recv", peer=-1) if direct else collective
 

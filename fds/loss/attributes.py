@@ -90,7 +90,7 @@ class AttributeWatch:
         call.check_state()
         if trains:
             call.warn_of_losses(out)
-        counted = call.counted()
+        counted = call.count_changes()
         has_new_tensors = not _tensors(call.module).keys() <= call.tensors.keys()
         if names := sorted(name for name, by in counted.items() if self.counted and self.counted.get(name) == by):
             warnings.warn(
@@ -144,7 +144,7 @@ class ObservedCall:
                 stacklevel=2,
             )
 
-    def counted(self) -> dict[str, float]:
+    def count_changes(self) -> dict[str, float]:
         """Return the numbers that changed, and by how much; 0 for floats, whose changes vary."""
         new = {name: (self.numbers[name], x) for name, x in _numbers(self.module).items() if name in self.numbers}
         return {name: x - old if type(x) is int else 0.0 for name, (old, x) in new.items() if x != old}

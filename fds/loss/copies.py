@@ -248,10 +248,10 @@ class _Rebinding:
     def views(self) -> dict[int, str]:
         """Return the copies, by id, that were views of parameters and buffers (`self.w.data`), and their names."""
         originals = self.memo.get(id(self.memo), [])  # where copy.deepcopy keeps alive what it has copied
-        named = ((x, self._viewed(x)) for x in originals if id(x) in self.memo)
+        named = ((x, self._name_of_viewed(x)) for x in originals if id(x) in self.memo)
         return {id(self.memo[id(x)]): name for x, name in named if name is not None}
 
-    def _viewed(self, x: Any) -> str | None:
+    def _name_of_viewed(self, x: Any) -> str | None:
         """Return the parameter or buffer of which a plain tensor is a view."""
         plain = self.memory and type(x) is Tensor and x.layout is torch.strided and not x.is_meta
         return self.memory.get(x.untyped_storage()._cdata) if plain else None
@@ -260,7 +260,7 @@ class _Rebinding:
         """Return `x` with originals replaced by copies; `x` itself if it does not lead to an original."""
         if id(x) in self.memo:
             return self.memo[id(x)]
-        if (name := self._viewed(x)) is not None:
+        if (name := self._name_of_viewed(x)) is not None:
             return Absent.of(x, name)
         if id(x) in self.replaced:
             return self.replaced[id(x)]
@@ -274,7 +274,7 @@ class _Rebinding:
         if id(x) in seen:
             return False
         seen.add(id(x))
-        is_replaced = lambda y: id(y) in self.memo or self._viewed(y) is not None
+        is_replaced = lambda y: id(y) in self.memo or self._name_of_viewed(y) is not None
         return any(is_replaced(y) or self._reaches(y, seen) for y in _held_by(x))
 
     def _replacement(self, x: Any) -> Any:

@@ -103,12 +103,12 @@ class Setting:
             if random.draws(layer_map):
                 old = {id(call) for call in before}  # they are alive: nobody else has their id
                 calls = [
-                    call if id(call) in old else self._seeded(call, "layer", index, first + at)
+                    call if id(call) in old else self._seed_call(call, "layer", index, first + at)
                     for at, call in enumerate(calls)
                 ]
         return calls
 
-    def _seeded(self, call: LayerCall, kind: str, index: int, at: int) -> LayerCall:
+    def _seed_call(self, call: LayerCall, kind: str, index: int, at: int) -> LayerCall:
         def run(*args: Any) -> Any:
             self.at(call, kind, index, call.layers[0] if call.layers else at)
             return call.run(*args)
@@ -244,12 +244,12 @@ def modules_of(loss: Any) -> list[Found]:
     if isinstance(loss, Layers):
         applies = [loss.layer(i).apply for i in range(len(loss))]
     else:
-        applies = list(_reached(loss))
+        applies = list(_find_applies(loss))
     unique = {x.number: x for x in applies if x is not None}
     return [Found(x.number, x.prefix, x.source, x.param_paths) for x in unique.values()]
 
 
-def _reached(loss: Any) -> Iterator[Apply]:
+def _find_applies(loss: Any) -> Iterator[Apply]:
     """Yield what a function reaches: its closure, defaults, globals that it names, and what it was bound to."""
     todo, seen = [loss], set[int]()
     while todo:

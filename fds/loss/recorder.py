@@ -83,7 +83,7 @@ class Record:
         """
         windows = list(windows)
         kept = {w.storage for w in windows}
-        chosen, blank = self._needed(kept)
+        chosen, blank = self._find_needed(kept)
         last = {s: i for i in chosen for s in self.operations[i].reads | self.operations[i].writes}
         storages: dict[int, torch.UntypedStorage] = {}
 
@@ -110,7 +110,7 @@ class Record:
                         storages.pop(storage, None)
             return [real(w) for w in windows]
 
-    def _needed(self, storages: Iterable[int]) -> tuple[list[int], set[int]]:
+    def _find_needed(self, storages: Iterable[int]) -> tuple[list[int], set[int]]:
         """Return the operations that final values depend on, in order, and storages that are read before written."""
         chosen: set[int] = set()
         blank: set[int] = set()

@@ -97,7 +97,7 @@ def _t5_cross_attention(module: Any) -> dict[str, Part]:
     return {f"EncDecAttention.{path}".rstrip("."): part for path, part in parts.items()}
 
 
-def _fixed(**parts: Part) -> Rule:
+def _rule_of(**parts: Part) -> Rule:
     return lambda module: {name.replace("__", "."): part for name, part in parts.items()}
 
 
@@ -120,7 +120,7 @@ def _head_with_bias(module: Any) -> dict[str, Part]:
 _GPT2: dict[str, Rule] = {
     "GPT2Block": _block,
     "GPT2Attention": _gpt2_attention,
-    "GPT2MLP": _fixed(c_fc=Column(), c_proj=Row()),
+    "GPT2MLP": _rule_of(c_fc=Column(), c_proj=Row()),
     "GPT2SequenceSummary": _whole,
 }
 _BERT: dict[str, Rule] = {
@@ -145,7 +145,7 @@ _BERT: dict[str, Rule] = {
 _LLAMA: dict[str, Rule] = {
     "DecoderLayer": _block,
     "Attention": _llama_attention,
-    "MLP": _fixed(gate_proj=Column(), up_proj=Column(), down_proj=Row()),
+    "MLP": _rule_of(gate_proj=Column(), up_proj=Column(), down_proj=Row()),
     "RMSNorm": _whole,
 }
 _T5: dict[str, Rule] = {
@@ -154,8 +154,8 @@ _T5: dict[str, Rule] = {
     "T5LayerCrossAttention": _t5_cross_attention,
     "T5Attention": _t5_attention,
     "T5LayerFF": _whole,
-    "T5DenseActDense": _fixed(wi=Column(), wo=Row()),
-    "T5DenseGatedActDense": _fixed(wi_0=Column(), wi_1=Column(), wo=Row()),
+    "T5DenseActDense": _rule_of(wi=Column(), wo=Row()),
+    "T5DenseGatedActDense": _rule_of(wi_0=Column(), wi_1=Column(), wo=Row()),
     "T5LayerNorm": _whole,
     "T5ClassificationHead": _whole,
 }

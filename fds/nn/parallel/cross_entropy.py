@@ -86,7 +86,7 @@ def vocab_cross_entropy(
     columns = columns_of(axis, logits.shape[-1], num_classes, targets.device)
     if axis.size == 1:
         return cross_entropy(
-            columns.counted(logits, -1),
+            columns.without_padding(logits, -1),
             targets,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
@@ -116,7 +116,7 @@ class Columns(NamedTuple):  # which dynamo can make, unlike a frozen class of at
     length: int  # of those that are no padding
     total: int | Tensor  # of the vocabulary, without padding
 
-    def counted(self, x: Tensor, dim: int) -> Tensor:
+    def without_padding(self, x: Tensor, dim: int) -> Tensor:
         """Return `x` without padding along `dim`."""
         return x if x.shape[dim] == self.length else x.narrow(dim, 0, self.length)
 
@@ -260,7 +260,7 @@ def linear_cross_entropy(
     one_rank.check(whole, weight, targets, bias, *options, reduction, chunk_tokens)
     if axis.size == 1:
         columns = columns_of(axis, weight.shape[0], num_classes, targets.device)
-        weight, bias = columns.counted(weight, 0), None if bias is None else columns.counted(bias, 0)
+        weight, bias = columns.without_padding(weight, 0), None if bias is None else columns.without_padding(bias, 0)
         return one_rank.linear_cross_entropy(
             hidden,
             weight,
@@ -335,9 +335,9 @@ def _forward(
     with torch.autocast(hidden.device.type, enabled=False):  # as on one rank
         total, dhidden, dweight, dbias = one_rank.total_and_gradients(
             whole.reshape(targets.numel(), whole.shape[-1]),
-            columns.counted(weight, 0),
+            columns.without_padding(weight, 0),
             targets.reshape(-1),
-            None if bias is None else columns.counted(bias, 0),
+            None if bias is None else columns.without_padding(bias, 0),
             wants,
             chunk_tokens,
             write,

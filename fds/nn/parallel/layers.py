@@ -134,13 +134,13 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = qkv.split(counts, 1)
         if self.theta is not None:
-            q, k = self._turned(q), self._turned(k)
+            q, k = self._turn(q), self._turn(k)
         grouped = self.num_heads != self.num_kv_heads
         p = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.causal, enable_gqa=grouped)
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def _turned(self, x: Tensor) -> Tensor:
+    def _turn(self, x: Tensor) -> Tensor:
         """Return heads (batch, heads, sequence, d), turned by their positions."""
         assert self.theta is not None
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32

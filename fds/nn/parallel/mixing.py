@@ -99,7 +99,7 @@ class Call:
         if name == "einsum":
             return self._sums_letters(x, dim)
         if name in PRODUCTS:
-            return "reduces" if dim == self._contracted(x) else ""
+            return "reduces" if dim == self._contracted_dim(x) else ""
         return "mixes" if _mixes_neighbours(name, x, dim, self.args, self.kwargs) else ""
 
     def _dims(self, x: Tensor, at: int, default: int | None) -> set[int]:
@@ -130,7 +130,7 @@ class Call:
         first, second = self.args[-2:] if self.name in ("addmm", "baddbmm") else (*self.args[:2], None)[:2]
         return (second, first) if self.name == "rmatmul" else (first, second)
 
-    def _contracted(self, x: Tensor) -> int:
+    def _contracted_dim(self, x: Tensor) -> int:
         """Return over which dim of an operand a product is summed; 0 for none."""
         first, second = self._operands()
         return -1 if x is first or self.name == "linear" else -min(x.dim(), 2) if x is second else 0

@@ -56,15 +56,15 @@ def zigzag_positions(length: int, axis: Axis | None, device: torch.device | str 
 
 def in_order(x: Tensor, size: int, dim: int) -> Tensor:
     """Return the whole sequence, in order, from the zig-zag parts of `size` ranks one after another along `dim`."""
-    return _permuted(x, size, dim, inverse=True)
+    return _permute(x, size, dim, inverse=True)
 
 
 def in_zigzag(x: Tensor, size: int, dim: int) -> Tensor:
     """Return the zig-zag parts of `size` ranks one after another along `dim`, from a whole sequence."""
-    return _permuted(x, size, dim, inverse=False)
+    return _permute(x, size, dim, inverse=False)
 
 
-def _permuted(x: Tensor, size: int, dim: int, *, inverse: bool) -> Tensor:
+def _permute(x: Tensor, size: int, dim: int, *, inverse: bool) -> Tensor:
     order = torch.tensor([i for rank in range(size) for i in chunks_of(rank, size)], device=x.device)
     chunks = x.unflatten(dim, (2 * size, -1))
     return chunks.index_select(dim, order.argsort() if inverse else order).flatten(dim, dim + 1)

@@ -38,8 +38,8 @@ MUTANTS = (
     Mutant(
         "different-collectives-matched",
         "fds/collectives/simulation.py",
-        "if _compared(theirs) != _compared(collective):",
-        "if _compared(theirs).op != _compared(collective).op:",
+        "if _comparable(theirs) != _comparable(collective):",
+        "if _comparable(theirs).op != _comparable(collective).op:",
         "collectives of different shapes or dtypes are matched",
         "tests/collectives/test_simulation.py",
     ),
