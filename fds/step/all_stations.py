@@ -24,7 +24,7 @@ from fds.step.drafts import Drafts
 from fds.step.execution import Executor, InTurn, Microbatch
 from fds.step.gradients import Gradients, Measure
 from fds.step.memory import Memory
-from fds.step.own_sums import REMEMBERING, Synchronize
+from fds.step.own_sums import Synchronize, remembering
 from fds.step.residency.chunks import Piece, agreed_chunks, may_leave
 from fds.step.residency.contract import Residency, Resident
 from fds.step.residency.lives import NOWHERE, Lives, Masters, elsewhere, resident_at
@@ -97,7 +97,7 @@ class Stations:
     synchronize: Synchronize | None = _derived(lambda step: next((x for x in step.after if writes_params(x)), None))
     followers: tuple[After, ...] = _derived(lambda step: tuple(x for x in step.after if not writes_params(x)))
     # the optimizer, with what `synchronize` keeps beside its state
-    remembering: Optimizer | None = attrs.field(default=REMEMBERING, init=False, repr=False)
+    remembering: Optimizer | None = _derived(lambda step: remembering(step.optimizer, step.synchronize))
     runtime: Runtime = attrs.field(factory=Runtime, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:

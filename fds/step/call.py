@@ -39,24 +39,39 @@ class Call:
     """
 
     step: Tensor
-    _calls: int
+    _calls: int = attrs.field(alias="calls")
     device: torch.device
     training: bool
-    _state: State = attrs.field(repr=False)  # not `slots`: who holds those keeps them from being donated
+    _state: State = attrs.field(alias="state", repr=False)  # not `slots`: who holds those keeps them from being donated
     dimensions: Dimensions = attrs.field(repr=False)
     base: random.Words = attrs.field(repr=False)  # the key that `data` are folded into
     data: tuple[int | str, ...] = ()
-    _following: Mapping[str, Any] | None = attrs.field(default=None, repr=False)  # the slots after an update
-    _notes: Notes | None = attrs.field(default=None, repr=False)  # None where nothing may be noted
-    _kept: tuple[str, ...] = attrs.field(default=("max", "sum"), repr=False)  # how notes that are kept are merged
-    _keyless: Any = attrs.field(default=None, repr=False)  # the filler that says that it draws nothing
-    _overflow: Tensor | None = attrs.field(default=None, repr=False)  # None until it is decided
+    _following: Mapping[str, Any] | None = attrs.field(
+        alias="following", default=None, repr=False
+    )  # the slots after an update
+    _notes: Notes | None = attrs.field(alias="notes", default=None, repr=False)  # None where nothing may be noted
+    _kept: tuple[str, ...] = attrs.field(
+        alias="kept", default=("max", "sum"), repr=False
+    )  # how notes that are kept are merged
+    _keyless: Any = attrs.field(alias="keyless", default=None, repr=False)  # the filler that says that it draws nothing
+    _overflow: Tensor | None = attrs.field(alias="overflow", default=None, repr=False)  # None until it is decided
 
     @classmethod
     def with_state(cls, state: State, dimensions: Dimensions, notes: Notes | None = None, *, training: bool) -> Call:
         """Return a call of a step with this state."""
         (base, calls), kind = random.of_call(state.key, state.calls), "step" if training else "evaluate"
-        return cls(state.step, calls, state.step.device, training, state, dimensions, base, (kind, calls), None, notes)
+        return cls(
+            step=state.step,
+            calls=calls,
+            device=state.step.device,
+            training=training,
+            state=state,
+            dimensions=dimensions,
+            base=base,
+            data=(kind, calls),
+            following=None,
+            notes=notes,
+        )
 
     @property
     def calls(self) -> int:
@@ -162,18 +177,18 @@ class Call:
     ) -> Call:
         """Return the same call with other values of these fields; `attrs.evolve` takes three times as long."""
         return Call(
-            self.step,
-            self._calls,
-            self.device,
-            self.training,
-            self._state,
-            self.dimensions,
-            base,
-            data,
-            slots,
-            self._notes,
-            self._kept,
-            keyless,
+            step=self.step,
+            calls=self._calls,
+            device=self.device,
+            training=self.training,
+            state=self._state,
+            dimensions=self.dimensions,
+            base=base,
+            data=data,
+            following=slots,
+            notes=self._notes,
+            kept=self._kept,
+            keyless=keyless,
         )
 
 

@@ -140,18 +140,18 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
     if stored := {place: n for place, n in kept.items() if n}:
         held["stored"], sums["stored"] = sum(stored.values()), list(stored)
     return Description(
-        stations,
-        kernels,
-        held,
-        {part: ", ".join(some) for part, some in {**places, **sums}.items() if set(some) - {"device"}},
-        _summed(places),
-        sent_bytes(step, structure),
-        frozen,
-        unused,
-        buckets,
-        {slot: tree.num_bytes(held) for slot, held in state.slots.items()},
-        predicted(step, structure, state),
-        0 if step.synchronize is None else round(step.synchronize.bytes_sent(structure)[0]),
+        stations=stations,
+        kernels=kernels,
+        num_bytes=held,
+        lives={part: ", ".join(some) for part, some in {**places, **sums}.items() if set(some) - {"device"}},
+        places=_summed(places),
+        sent=sent_bytes(step, structure),
+        frozen=frozen,
+        unused=unused,
+        buckets=buckets,
+        memory={slot: tree.num_bytes(held) for slot, held in state.slots.items()},
+        messages=predicted(step, structure, state),
+        synchronized=0 if step.synchronize is None else round(step.synchronize.bytes_sent(structure)[0]),
     )
 
 

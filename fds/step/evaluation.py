@@ -255,16 +255,16 @@ def _run(
     settings = step.settings(call, state.buffers, n)
     return step.execute.evaluate(
         Pass(
-            step.eval_loss,
-            microbatches,
-            settings,
-            params,
-            (),
-            state.buffers,
-            step.microbatch(step.eval_loss, structure),
-            order,
-            step.everyone,
-            step.runtime,
+            loss=step.eval_loss,
+            batch=microbatches,
+            settings=settings,
+            params=params,
+            trained=(),
+            buffers=state.buffers,
+            each=step.microbatch(step.eval_loss, structure),
+            order=order,
+            everyone=step.everyone,
+            runtime=step.runtime,
             outputs=outputs,
         )
     )

@@ -35,7 +35,17 @@ def local_gradients(update: AtOnce, batch: Any) -> LocalGradients:
         raise
     apart = step.dimensions.data if local else None
     setup.drafts.written += filter(None, [sums.kept])
-    return LocalGradients(totals, leaves, used, counted, ran.buffers, sums.predivide, wide, sums.landing, apart)
+    return LocalGradients(
+        totals=totals,
+        leaves=leaves,
+        used=used,
+        counted=counted,
+        buffers=ran.buffers,
+        predivide=sums.predivide,
+        wide=wide,
+        landing=sums.landing,
+        apart=apart,
+    )
 
 
 def _run(update: AtOnce, batch: Any) -> tuple[PassResult, InPlace | Bucketed]:
@@ -68,19 +78,19 @@ def _run(update: AtOnce, batch: Any) -> tuple[PassResult, InPlace | Bucketed]:
     sums = reduce.sums(structure, shard, params.trained, step.sum.dtype, pool, *where)
     expects = update.expects if sums.kept is None else [*update.expects, sums.kept.expect]
     run = Pass(
-        step.loss,
-        microbatches,
-        settings,
-        params,
-        structure.trained_names,
-        state.buffers,
-        step.microbatch(step.loss, structure),
-        order,
-        dimensions.everyone,
-        step.runtime,
-        sums,
-        seeds,
-        expects,
+        loss=step.loss,
+        batch=microbatches,
+        settings=settings,
+        params=params,
+        trained=structure.trained_names,
+        buffers=state.buffers,
+        each=step.microbatch(step.loss, structure),
+        order=order,
+        everyone=dimensions.everyone,
+        runtime=step.runtime,
+        sums=sums,
+        seeds=seeds,
+        expects=expects,
     )
     with training(settings[0], params, sums, order):
         return step.execute.train(run), sums

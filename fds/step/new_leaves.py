@@ -144,7 +144,19 @@ def new_leaves(
     opt = {slot: dict(zip(want.names, out, strict=False)) for slot, want in structure.opt.items()}
     built = {name: build(islice(out, len(leaves))) for name, (leaves, build) in averages.items()}
     pieces = dict(zip(lives.after, map(built.pop, lives.after), strict=True))
-    return NewLeaves(structure, place, lives, over, trained, opt, built, pieces, flat, old, known)
+    return NewLeaves(
+        structure=structure,
+        place=place,
+        lives=lives,
+        over=over,
+        trained=trained,
+        opt=opt,
+        after=built,
+        pieces=pieces,
+        flat=flat,
+        old=old,
+        known=known,
+    )
 
 
 def pooled(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import torch
@@ -30,8 +30,11 @@ from fds.step.checks.state_check import StateTensors, graphless, usable
 from fds.step.execution import InTurn
 from fds.step.into import whole_parameters
 from fds.step.sharding.transport import LOSSLESS
-from fds.step.stations import AtOnce, HasStations, Place, Program
+from fds.step.stations import AtOnce, Place, Program
 from fds.step.topology import Dimensions
+
+if TYPE_CHECKING:
+    from fds.step.program import Step
 
 _DOING = "compare_with_one_rank"
 _DEVIATIONS = 16  # of roundings that are independent, from their mean
@@ -65,7 +68,7 @@ class Comparison:
 
 
 @graphless
-def compare_with_one_rank(step: Stations, state: State, batch: Any) -> Comparison:
+def compare_with_one_rank(step: Step, state: State, batch: Any) -> Comparison:
     """Run a call of a step as its ranks divide it, and once undivided; return how far loss and gradients are apart.
 
         print(fds.debugging.compare_with_one_rank(step, state, batch))
@@ -152,7 +155,7 @@ class FirstCallCompared:
 
     kind: ClassVar = "compared"
 
-    def refuse(self, step: HasStations) -> None:
+    def refuse(self, step: Stations) -> None:
         """Do nothing: what cannot be compared is said when it is."""
 
     def __call__(
@@ -191,7 +194,7 @@ def _nothing(segments: Any, *, params: Any) -> dict[str, list[Tensor | None]]:
 
 
 def _gradients(
-    grads: list[Tensor], opt: Any, params: list[Tensor], *, step: Any, lr: Any, grad_scale: Tensor | None, skip: Any,
+    grads: list[Tensor], opt: Any, params: list[Tensor], *, step: Tensor, lr: Any, grad_scale: Tensor | None, skip: Any,
     segments: Any, axes: Any, out: Any = None,
 ) -> tuple[list[Tensor], Any]:  # fmt: skip
     """Write the gradients over the parameters."""
@@ -200,7 +203,7 @@ def _gradients(
     return params, opt
 
 
-def _pass(step: Any, params: Any, state: State, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def _pass(step: Step, params: Any, state: State, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of a call with these whole parameters, and the gradients of the trained ones by name."""
     first = step.init(params, key=state.key)
     slots = {slot: state.slots[slot] for slot in first.slots}

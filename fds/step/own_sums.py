@@ -167,11 +167,13 @@ class Synchronize(Protocol):
         ...
 
 
-def remembering(optimizer: Optimizer, synchronize: Synchronize) -> Optimizer:
-    """Return the optimizer with the slots of a filler beside its own, which its update leaves alone.
+def remembering(optimizer: Optimizer | None, synchronize: Synchronize | None) -> Optimizer | None:
+    """Return the optimizer with the slots of a filler beside its own, if there is one, which its update leaves alone.
 
     Its `init` raises `ComposeError` where both have a slot of one name.
     """
+    if optimizer is None or synchronize is None:
+        return optimizer
 
     def init(segments: Sequence[Sequence[Segment]], *, params: list[Tensor]) -> Slots:
         own = optimizer.init(segments, params=params)
@@ -190,15 +192,9 @@ def remembering(optimizer: Optimizer, synchronize: Synchronize) -> Optimizer:
         return params, {**own, **more}
 
     def bind(shapes: Mapping[str, tuple[int, ...]]) -> Optimizer:
-        return remembering(optimizer.bound(shapes), synchronize)
+        bound = remembering(optimizer.bound(shapes), synchronize)
+        assert bound is not None
+        return bound
 
     bound = attrs.evolve(optimizer, init=init, update=update)
     return bound if optimizer.bind is None else attrs.evolve(bound, bind=bind)
-
-
-def _of(step: Any) -> Optimizer | None:
-    optimizer, synchronize = step.optimizer, step.synchronize
-    return optimizer if optimizer is None or synchronize is None else remembering(optimizer, synchronize)
-
-
-REMEMBERING: Any = attrs.Factory(_of, takes_self=True)  # of a record with both stations

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import attrs
 import torch
 from torch import Tensor
 
 from fds import random, tree
-from fds.collectives import Axis
 from fds.layout import Layout
-from fds.state import State, Token
+from fds.state import State
 from fds.step.call import Call
 from fds.step.checks import contracts
 from fds.step.checks.state_check import StateTensors
@@ -25,6 +24,10 @@ from fds.step.residency.lives import Lives
 from fds.step.sharding.order import LearnedOrder
 from fds.step.sharding.viewed import Known
 from fds.step.structure import Structure
+
+if TYPE_CHECKING:
+    from fds.step.all_stations import Stations
+    from fds.step.new_leaves import NewLeaves
 
 P = ParamSpec("P")
 S = TypeVar("S", bound="HasKernels")
@@ -99,22 +102,6 @@ class Scale(Protocol):
         ...
 
 
-class Leaves(Protocol):
-    """Memory of the next state: the old state's where that is given up, else of its own."""
-
-    trained: list[Tensor]
-    opt: dict[str, dict[str, Tensor]]
-    after: dict[str, Any]  # slot -> what follows an update
-
-    def give_up(self, state: State) -> None:
-        """Mark a state that is given up as such, before the first of its tensors is written."""
-        ...
-
-    def token(self, state: State) -> Token:
-        """Return the token of the next state."""
-        ...
-
-
 @attrs.frozen(eq=False)
 class Program:
     """What the station `run` may know of a step.
@@ -130,34 +117,15 @@ class Program:
 
     work: Callable[[State, StateTensors, Any], tuple[State, dict[str, Tensor]]]
     check: Callable[[State], StateTensors]
-    leaves: Callable[[State, StateTensors], Leaves]
+    leaves: Callable[[State, StateTensors], NewLeaves]
     runtime: Runtime
     compare: Callable[[State, Any], object]
-
-
-class HasStations(Protocol):
-    """What `run` looks at of a step: stations of other fillers."""
-
-    @property
-    def place(self) -> Place:
-        """The station `place`."""
-        ...
-
-    @property
-    def layer(self) -> Sequence[Any]:
-        """The station `layer`."""
-        ...
-
-    @property
-    def everyone(self) -> Axis | None:
-        """The ranks that share the step."""
-        ...
 
 
 class Run(Protocol):
     """The station `run`: how the work of a call is done, with the results that doing it at once has, bit for bit."""
 
-    def refuse(self, step: HasStations) -> None:
+    def refuse(self, step: Stations) -> None:
         """Raise `ComposeError` for a step whose work cannot be done so."""
         ...
 
@@ -172,7 +140,7 @@ class Run(Protocol):
 class AtOnce:
     """Every call launches its work on the device by itself."""
 
-    def refuse(self, step: HasStations) -> None:
+    def refuse(self, step: Stations) -> None:
         """Do nothing: every step's can."""
 
     def __call__(

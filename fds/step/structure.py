@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import torch
@@ -22,19 +22,10 @@ from fds.step.sharding.transport import Transport
 from fds.step.topology import Dimensions
 from fds.step.whole_parameters import check_whole, with_pieces
 
+if TYPE_CHECKING:
+    from fds.step.sharding.gather import Gather
+
 T = TypeVar("T")
-
-
-class Gathers(Protocol):
-    """What the station `gather` says of a parameter."""
-
-    def casts(self, name: str) -> bool:
-        """Say whether it is cast."""
-        ...
-
-    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the loss sees one that is held in `dtype`."""
-        ...
 
 
 @attrs.frozen
@@ -85,7 +76,7 @@ class Structure:
         cls,
         params: Any,
         *,
-        gather: Gathers,
+        gather: Gather,
         reduce: Transport,
         optimizer: Optimizer,
         frozen: Sequence[str | AllBut],
@@ -135,20 +126,20 @@ class Structure:
         segments = [[Segment(leaf.name, leaf.shape, 0, leaf.numel)] for leaf in live]
         segments = with_pieces(segments, optimizer, dimensions)
         made = cls(
-            names,
-            tuple(leaf.name for leaf in live),
-            names,
-            tuple(torch.Size(leaf.shape) for leaf in leaves),
-            tuple(i for i, leaf in enumerate(leaves) if leaf.trained),
-            build,
-            build,
-            segments,
-            layout,
-            False,
-            _casts(leaves, gather),
-            {leaf.name: leaf for leaf in leaves},
-            {},
-            optimizer,
+            names=names,
+            trained_names=tuple(leaf.name for leaf in live),
+            held=names,
+            shapes=tuple(torch.Size(leaf.shape) for leaf in leaves),
+            trained=tuple(i for i, leaf in enumerate(leaves) if leaf.trained),
+            build=build,
+            build_whole=build,
+            segments=segments,
+            layout=layout,
+            sharded=False,
+            casts=_casts(leaves, gather),
+            leaves={leaf.name: leaf for leaf in leaves},
+            opt={},
+            optimizer=optimizer,
         )
         return made._with_slots([(leaf.numel, leaf.dtype) for leaf in live])
 
@@ -157,20 +148,20 @@ class Structure:
         buckets = layout.buckets
         trained = {leaf.name for b in buckets if b.trained for leaf in b.leaves}
         made = cls(
-            layout.names,
-            tuple(n for n in layout.names if n in trained),
-            tuple(b.name for b in buckets),
-            tuple(torch.Size((b.length,)) for b in buckets),
-            tuple(i for i, b in enumerate(buckets) if b.trained),
-            lambda parts: Sharded(dict(zip((b.name for b in buckets), parts, strict=True)), layout),
-            tree.builder(layout.spec),
-            with_pieces([b.segments(shard.axis.index) for b in buckets if b.trained], optimizer, dimensions),
-            layout,
-            True,
-            None,
-            {leaf.name: leaf for b in buckets for leaf in b.leaves},
-            {},
-            optimizer,
+            names=layout.names,
+            trained_names=tuple(n for n in layout.names if n in trained),
+            held=tuple(b.name for b in buckets),
+            shapes=tuple(torch.Size((b.length,)) for b in buckets),
+            trained=tuple(i for i, b in enumerate(buckets) if b.trained),
+            build=lambda parts: Sharded(dict(zip((b.name for b in buckets), parts, strict=True)), layout),
+            build_whole=tree.builder(layout.spec),
+            segments=with_pieces([b.segments(shard.axis.index) for b in buckets if b.trained], optimizer, dimensions),
+            layout=layout,
+            sharded=True,
+            casts=None,
+            leaves={leaf.name: leaf for b in buckets for leaf in b.leaves},
+            opt={},
+            optimizer=optimizer,
         )
         return made._with_slots([(b.length, b.dtype) for b in buckets if b.trained])
 
@@ -303,7 +294,7 @@ class Structure:
 def read_leaves(
     named: dict[str, Any],
     *,
-    gather: Gathers,
+    gather: Gather,
     reduce: Transport,
     shard: Shard | None,
     optimizer: Optimizer,
@@ -350,7 +341,7 @@ def frozen_names(frozen: Sequence[str | AllBut], names: Sequence[str]) -> set[st
     return still
 
 
-def _casts(leaves: Sequence[Leaf], gather: Gathers) -> tuple[torch.dtype, ...] | None:
+def _casts(leaves: Sequence[Leaf], gather: Gather) -> tuple[torch.dtype, ...] | None:
     seen = tuple(gather.dtype_of(leaf.name, leaf.dtype) for leaf in leaves)
     return None if seen == tuple(leaf.dtype for leaf in leaves) else seen
 

@@ -21,8 +21,9 @@ from fds.profiling.counting import counting
 from fds.profiling.record import Profile, check_shown, profile_of
 from fds.state import State
 from fds.step import Step, fill, transform
+from fds.step.all_stations import Stations
 from fds.step.checks.state_check import StateTensors
-from fds.step.stations import HasStations, Program
+from fds.step.stations import Program
 
 
 @attrs.frozen(repr=False)
@@ -36,7 +37,7 @@ class CountedOnce:
     def __repr__(self) -> str:
         return f"the call after {self.at} is profiled, {'and printed' if self.file is None else f'into {self.file}'}"
 
-    def refuse(self, step: HasStations) -> None:
+    def refuse(self, step: Stations) -> None:
         """Do nothing: every step can be counted."""
 
     def __call__(

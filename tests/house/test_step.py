@@ -55,3 +55,49 @@ def test_this_test_sees_a_branch_a_comparison_and_a_feature():
     work = next(node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
     kinds = [fault.split(": ")[-1] for fault in faults(work)]
     assert set(kinds) == {"26 lines", "a branch", "a comparison", "ema", "ahead"}
+
+
+STEP = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "fds/step").rglob("*.py"))}
+OF_USERS = {"After", "Synchronize"}  # protocols of what users write: one of ours each is enough
+MOST_BY_POSITION = 8
+
+
+def names_of(node: ast.ClassDef) -> set[str]:
+    """Return the methods and attributes that a class names in its body."""
+    names = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    names |= {inner.target.id for inner in node.body if isinstance(inner, ast.AnnAssign)}
+    targets = [target for inner in node.body if isinstance(inner, ast.Assign) for target in inner.targets]
+    return names | {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+
+
+def is_protocol(node: ast.ClassDef) -> bool:
+    return any("Protocol" in ast.unparse(base) for base in node.bases)
+
+
+def test_no_record_of_the_step_is_made_of_more_than_eight_values_by_position():
+    calls = ((path, node) for path, tree in STEP.items() for node in ast.walk(tree) if isinstance(node, ast.Call))
+    long = [f"{path.name}:{node.lineno}" for path, node in calls if len(node.args) > MOST_BY_POSITION]
+    assert not long
+
+
+def test_a_protocol_of_the_step_has_more_than_one_class_or_is_for_users():
+    everywhere = [ast.parse(path.read_text()) for path in (ROOT / "fds").rglob("*.py")]
+    classes = [node for tree in everywhere for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    kinds = [names_of(node) for node in classes if not is_protocol(node)]
+    protocols = [node for tree in STEP.values() for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert len([node for node in protocols if is_protocol(node)]) > 5
+    alone = {node.name for node in protocols if is_protocol(node) and sum(names_of(node) <= kind for kind in kinds) < 2}
+    assert alone == OF_USERS
+
+
+def test_a_step_has_a_type_wherever_it_is_given():
+    arguments = ((path, node) for path, tree in STEP.items() for node in ast.walk(tree) if isinstance(node, ast.arg))
+    given = [(path, node) for path, node in arguments if node.arg == "step" and node.annotation is not None]
+    assert len(given) > 50
+    assert not [f"{path.name}:{node.lineno}" for path, node in given if ast.unparse(node.annotation) == "Any"]
+
+
+def test_the_stage_of_zero_is_asked_for_in_one_place():
+    compared = ((path, node) for path, tree in STEP.items() for node in ast.walk(tree) if isinstance(node, ast.Compare))
+    asking = {path.name for path, node in compared if re.search(r"\bstage\b.*\d", ast.unparse(node))}
+    assert asking == {"shard.py"}

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from fds import random, tree
 from fds.state import State
+from fds.step.all_stations import Stations
 from fds.step.checks.state_check import StateTensors
 from fds.step.recorded import refusals
 from fds.step.recorded.generators import Seeding
 from fds.step.recorded.recorder import Kind, Recorder, Recordings, Work, elsewhere, refuse_first
 from fds.step.recorded.state_memory import BatchMemory, Results, StateMemory
-from fds.step.stations import HasStations, Program
+from fds.step.stations import Program
 
 _STEP = "state.step"  # the place of the state's `step` among results
 # which torch leaves without types
@@ -108,7 +109,7 @@ class CudaGraphs(Recorder):
     def __repr__(self) -> str:
         return "one CUDA graph for every kind of batch; on other devices at once"
 
-    def refuse(self, step: HasStations) -> None:
+    def refuse(self, step: Stations) -> None:
         """Raise `ComposeError` for a step that cannot be captured."""
         kept = "" if step.place.donate else "the old state is kept"
         donated = (kept, "fds.donate() too", "a graph writes to the same memory in every replay")

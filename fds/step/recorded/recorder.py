@@ -14,11 +14,12 @@ from torch import Tensor
 from fds import tree
 from fds.errors import ComposeError
 from fds.state import State
+from fds.step.all_stations import Stations
 from fds.step.batch import Whole
 from fds.step.checks.state_check import StateTensors
 from fds.step.recorded import refusals
 from fds.step.residency.contract import text_of
-from fds.step.stations import HasStations, Program
+from fds.step.stations import Program
 
 MOST_KINDS = 16  # of batches: each has a recording
 # leaves of which a recording may hold what they are
@@ -110,7 +111,7 @@ class Recorder(abc.ABC):
     """
 
     @abc.abstractmethod
-    def refuse(self, step: HasStations) -> None:
+    def refuse(self, step: Stations) -> None:
         """Raise `ComposeError` for a step whose work cannot be recorded, as far as its composition says so."""
 
     @abc.abstractmethod
@@ -149,7 +150,7 @@ def refuse_first(what: str, faults: Iterable[tuple[str, str, str]]) -> None:
             raise ComposeError(what, where="station 'run'", got=got, want=want, hint=why)
 
 
-def elsewhere(step: HasStations, *, meeting: str) -> Iterator[tuple[str, str, str]]:
+def elsewhere(step: Stations, *, meeting: str) -> Iterator[tuple[str, str, str]]:
     """List what is off the device, and other ranks, which may not be met for the reason `meeting`."""
     residency, ranks = step.place.residency, step.everyone
     leaves = f"{', '.join(residency.kinds)} in {text_of(residency)}" if residency.kinds else ""

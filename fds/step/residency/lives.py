@@ -141,7 +141,21 @@ class Lives:
             speculate: whether slices of which leaves live elsewhere are updated ahead.
         """
         if not residency.kinds:
-            return cls(residency, device, [], [], [], [], [], [], [], [], [], False, False)
+            return cls(
+                residency=residency,
+                device=device,
+                leaves=[],
+                media=[],
+                placed=[],
+                apart=[],
+                ways=[],
+                gradients=[],
+                landed=[],
+                on_host=[],
+                ahead=[],
+                visited=False,
+                writes_on_host=False,
+            )
         parts = structure.parts
         params = [resident(structure, "params", i) for i in structure.trained]
         opt = [resident(structure, "opt", parts[name]) for want in structure.opt.values() for name in want.names]
@@ -179,20 +193,20 @@ class Lives:
         landed = [medium != "device" for medium in summed]
         visited = any(leaving) or not in_place or "read" in gradients
         return cls(
-            residency,
-            device,
-            leaves,
-            media,
-            placed,
-            apart,
-            columns,
-            gradients,
-            landed,
-            leaving,
-            ahead,
-            visited,
-            any(leaving) or any(one.writes_on_host for one in following.values()),
-            following,
+            residency=residency,
+            device=device,
+            leaves=leaves,
+            media=media,
+            placed=placed,
+            apart=apart,
+            ways=columns,
+            gradients=gradients,
+            landed=landed,
+            on_host=leaving,
+            ahead=ahead,
+            visited=visited,
+            writes_on_host=any(leaving) or any(one.writes_on_host for one in following.values()),
+            after=following,
         )
 
     @classmethod
@@ -215,7 +229,19 @@ class Lives:
         none = [False] * n
         on_host = any(leaving)
         return cls(
-            residency, device, [*leaves], media, placed, none, [[*ways]], read, none, leaving, none, True, on_host
+            residency=residency,
+            device=device,
+            leaves=[*leaves],
+            media=media,
+            placed=placed,
+            apart=none,
+            ways=[[*ways]],
+            gradients=read,
+            landed=none,
+            on_host=leaving,
+            ahead=none,
+            visited=True,
+            writes_on_host=on_host,
         )
 
     def make(self, i: int, x: Tensor) -> Tensor:
