@@ -17,8 +17,8 @@ from fds.display.readings import Reading, begin
 from fds.errors import FdsError, checked_call, is_a
 from fds.state import State
 from fds.step import Measure, Step
+from fds.step.all_stations import AtOnce
 from fds.step.ranges import clocked
-from fds.step.stations import AtOnce
 
 
 def replay(step: Step, state: State, batch: Any) -> NonFinite:

@@ -24,8 +24,8 @@ from fds.profiling.counting import by_name
 from fds.profiling.modules import Watching, tensors_of
 from fds.state import State
 from fds.step import Step
+from fds.step.all_stations import AtOnce
 from fds.step.residency.contract import is_held
-from fds.step.stations import AtOnce
 
 aten: Any = torch.ops.aten
 # what the host reads is computed: counters, keys, flags, and what is made of those

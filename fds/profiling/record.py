@@ -17,7 +17,7 @@ from fds.profiling.counting import Counting, Work, add_inside, counting, names_a
 from fds.profiling.modules import PHASES, ModuleThatRan, Phase
 from fds.state import State
 from fds.step import Step
-from fds.step.stations import AtOnce
+from fds.step.all_stations import AtOnce
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -1,5 +1,6 @@
 """The step: its program of stations, transforms that fill them, and what composing means."""
 
+from fds.step.all_stations import Program, Run
 from fds.step.batch import Split, SplitBatch, Whole, check_tree, rows, whole
 from fds.step.call import Call
 from fds.step.checks.agreement import same_composition
@@ -25,7 +26,7 @@ from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import Leg, Named, Pending, Relay, Transport
-from fds.step.stations import After, Place, Program, Run, Runtime, Scale
+from fds.step.stations import After, Place, Runtime, Scale
 from fds.step.structure import AllBut, Structure
 from fds.step.sums import Sum
 from fds.step.topology import Dimension, Dimensions

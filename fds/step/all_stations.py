@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -20,10 +20,12 @@ from fds.step.batch import Split, SplitBatch, cut, split_batch
 from fds.step.call import Call
 from fds.step.checks import state_check as check
 from fds.step.checks.forms import writes_params
+from fds.step.checks.state_check import StateTensors
 from fds.step.drafts import Drafts
 from fds.step.execution import Executor, InTurn, Microbatch
 from fds.step.gradients import Gradients, Measure
 from fds.step.memory import Memory
+from fds.step.new_leaves import NewLeaves
 from fds.step.own_sums import Synchronize, remembering
 from fds.step.residency.chunks import Piece, agreed_chunks, may_leave
 from fds.step.residency.contract import Residency, Resident
@@ -32,7 +34,7 @@ from fds.step.sharding.gather import Gather
 from fds.step.sharding.order import LearnedOrder, Order
 from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard, shard_of
-from fds.step.stations import After, AtOnce, Composing, Kernels, Place, Run, Runtime, Scale, follow_in_pieces
+from fds.step.stations import After, Composing, Kernels, Place, Runtime, Scale, follow_in_pieces
 from fds.step.structure import AllBut, Structure
 from fds.step.sums import Sum
 from fds.step.topology import Dimension, Dimensions
@@ -49,6 +51,54 @@ def is_around(context: Any) -> bool:
 def _derived(of: Callable[[Any], Any]) -> Any:
     """Return a field that follows from others of a step."""
     return attrs.field(default=attrs.Factory(of, takes_self=True), init=False, repr=False)
+
+
+@attrs.frozen(eq=False)
+class Program:
+    """What the station `run` may know of a step.
+
+    Attributes:
+        work: `(state, its tensors, batch) -> (state, metrics)`: what the device does in a call.
+        check: returns the tensors of a state that the step can take, and raises `StateError` for any other.
+        leaves: `(state, its tensors) -> leaves` with the values of those that an update writes, to be written over.
+        runtime: the step's caches.
+        compare: `(state, batch)`: raises where the call is not what one rank would do; see
+            `fds.debugging.compare_with_one_rank`.
+    """
+
+    work: Callable[[State, StateTensors, Any], tuple[State, dict[str, Tensor]]]
+    check: Callable[[State], StateTensors]
+    leaves: Callable[[State, StateTensors], NewLeaves]
+    runtime: Runtime
+    compare: Callable[[State, Any], object]
+
+
+class Run(Protocol):
+    """The station `run`: how the work of a call is done, with the results that doing it at once has, bit for bit."""
+
+    def refuse(self, step: Stations) -> None:
+        """Raise `ComposeError` for a step whose work cannot be done so."""
+        ...
+
+    def __call__(
+        self, program: Program, state: State, held: StateTensors, batch: Any
+    ) -> tuple[State, dict[str, Tensor]]:
+        """Return the next state and the metrics, of a state that was checked and holds these tensors."""
+        ...
+
+
+@attrs.frozen
+class AtOnce:
+    """Every call launches its work on the device by itself."""
+
+    def refuse(self, step: Stations) -> None:
+        """Do nothing: every step's can."""
+
+    def __call__(
+        self, program: Program, state: State, held: StateTensors, batch: Any
+    ) -> tuple[State, dict[str, Tensor]]:
+        """Do the work."""
+        return program.work(state, held, batch)
 
 
 @attrs.frozen(eq=False, repr=False)

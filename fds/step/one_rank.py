@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -23,18 +23,15 @@ from fds.errors import BatchError, LossError, StateError
 from fds.microbatches import Microbatches
 from fds.optim import Optimizer
 from fds.state import State
-from fds.step.all_stations import Stations
+from fds.step.all_stations import AtOnce, Program, Stations
 from fds.step.batch import Split, Whole, split_batch
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import StateTensors, graphless, usable
 from fds.step.execution import InTurn
 from fds.step.into import whole_parameters
 from fds.step.sharding.transport import LOSSLESS
-from fds.step.stations import AtOnce, Place, Program
+from fds.step.stations import Place
 from fds.step.topology import Dimensions
-
-if TYPE_CHECKING:
-    from fds.step.program import Step
 
 _DOING = "compare_with_one_rank"
 _DEVIATIONS = 16  # of roundings that are independent, from their mean
@@ -68,7 +65,7 @@ class Comparison:
 
 
 @graphless
-def compare_with_one_rank(step: Step, state: State, batch: Any) -> Comparison:
+def compare_with_one_rank(step: Stations, state: State, batch: Any) -> Comparison:
     """Run a call of a step as its ranks divide it, and once undivided; return how far loss and gradients are apart.
 
         print(fds.debugging.compare_with_one_rank(step, state, batch))
@@ -203,12 +200,13 @@ def _gradients(
     return params, opt
 
 
-def _pass(step: Step, params: Any, state: State, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def _pass(step: Stations, params: Any, state: State, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of a call with these whole parameters, and the gradients of the trained ones by name."""
-    first = step.init(params, key=state.key)
+    whole: Any = step  # which is called
+    first = whole.init(params, key=state.key)
     slots = {slot: state.slots[slot] for slot in first.slots}
     first = attrs.evolve(first, step=state.step, calls=state.calls, buffers=state.buffers, slots=slots)
-    after, metrics = step(first, batch)
+    after, metrics = whole(first, batch)
     grads = tree.paths(whole_parameters(step, after, _DOING, copies=False))
     trained = step.dimensions.names(step.structure_of(first.params)[0].trained_names)
     return metrics["loss"], {name: grads[name] for name in trained}

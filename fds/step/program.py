@@ -17,7 +17,7 @@ from fds import loss as losses, tree
 from fds.errors import DiskError, DiskFullError
 from fds.state import State
 from fds.step.agreement import Agreement
-from fds.step.all_stations import Stations
+from fds.step.all_stations import Program, Stations
 from fds.step.checks import contracts, state_check as check
 from fds.step.checks.agreement import same_batch, same_composition
 from fds.step.describe import Description, describe, explain
@@ -30,7 +30,7 @@ from fds.step.new_leaves import NewLeaves, new_leaves
 from fds.step.one_rank import compare_with_one_rank
 from fds.step.residency.early import open_update
 from fds.step.seeds import guesses
-from fds.step.stations import Program, with_chosen_kernels
+from fds.step.stations import with_chosen_kernels
 from fds.step.sums import check_used
 from fds.step.totals import Decision, put_all
 from fds.step.update import AtOnce, Setup

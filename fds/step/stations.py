@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import attrs
 import torch
@@ -13,10 +13,8 @@ from torch import Tensor
 
 from fds import random, tree
 from fds.layout import Layout
-from fds.state import State
 from fds.step.call import Call
 from fds.step.checks import contracts
-from fds.step.checks.state_check import StateTensors
 from fds.step.pool import Pool
 from fds.step.residency.chunks import Piece
 from fds.step.residency.contract import OnDevice, Residency, text_of
@@ -24,10 +22,6 @@ from fds.step.residency.lives import Lives
 from fds.step.sharding.order import LearnedOrder
 from fds.step.sharding.viewed import Known
 from fds.step.structure import Structure
-
-if TYPE_CHECKING:
-    from fds.step.all_stations import Stations
-    from fds.step.new_leaves import NewLeaves
 
 P = ParamSpec("P")
 S = TypeVar("S", bound="HasKernels")
@@ -100,54 +94,6 @@ class Scale(Protocol):
     def metrics(self, slots: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
         """Return what a step reports of it."""
         ...
-
-
-@attrs.frozen(eq=False)
-class Program:
-    """What the station `run` may know of a step.
-
-    Attributes:
-        work: `(state, its tensors, batch) -> (state, metrics)`: what the device does in a call.
-        check: returns the tensors of a state that the step can take, and raises `StateError` for any other.
-        leaves: `(state, its tensors) -> leaves` with the values of those that an update writes, to be written over.
-        runtime: the step's caches.
-        compare: `(state, batch)`: raises where the call is not what one rank would do; see
-            `fds.debugging.compare_with_one_rank`.
-    """
-
-    work: Callable[[State, StateTensors, Any], tuple[State, dict[str, Tensor]]]
-    check: Callable[[State], StateTensors]
-    leaves: Callable[[State, StateTensors], NewLeaves]
-    runtime: Runtime
-    compare: Callable[[State, Any], object]
-
-
-class Run(Protocol):
-    """The station `run`: how the work of a call is done, with the results that doing it at once has, bit for bit."""
-
-    def refuse(self, step: Stations) -> None:
-        """Raise `ComposeError` for a step whose work cannot be done so."""
-        ...
-
-    def __call__(
-        self, program: Program, state: State, held: StateTensors, batch: Any
-    ) -> tuple[State, dict[str, Tensor]]:
-        """Return the next state and the metrics, of a state that was checked and holds these tensors."""
-        ...
-
-
-@attrs.frozen
-class AtOnce:
-    """Every call launches its work on the device by itself."""
-
-    def refuse(self, step: Stations) -> None:
-        """Do nothing: every step's can."""
-
-    def __call__(
-        self, program: Program, state: State, held: StateTensors, batch: Any
-    ) -> tuple[State, dict[str, Tensor]]:
-        """Do the work."""
-        return program.work(state, held, batch)
 
 
 @attrs.frozen

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -22,10 +23,23 @@ from fds.step.sharding.transport import Transport
 from fds.step.topology import Dimensions
 from fds.step.whole_parameters import check_whole, with_pieces
 
-if TYPE_CHECKING:
-    from fds.step.sharding.gather import Gather
-
 T = TypeVar("T")
+
+
+@attrs.frozen
+class Casts:
+    """In what dtype the loss sees parameters, None for that in which they are held."""
+
+    dtype: torch.dtype | None = None
+    float32: tuple[str, ...] = ()  # patterns of parameters that stay as they are
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the loss sees a parameter that is held in `dtype`."""
+        return self.dtype if self.dtype is not None and dtype.is_floating_point and self.casts(name) else dtype
+
+    def casts(self, name: str) -> bool:
+        """Say whether the parameter of this name is cast."""
+        return not any(fnmatch.fnmatchcase(name, p) for p in self.float32)
 
 
 @attrs.frozen
@@ -76,7 +90,7 @@ class Structure:
         cls,
         params: Any,
         *,
-        gather: Gather,
+        gather: Casts,
         reduce: Transport,
         optimizer: Optimizer,
         frozen: Sequence[str | AllBut],
@@ -294,7 +308,7 @@ class Structure:
 def read_leaves(
     named: dict[str, Any],
     *,
-    gather: Gather,
+    gather: Casts,
     reduce: Transport,
     shard: Shard | None,
     optimizer: Optimizer,
@@ -341,7 +355,7 @@ def frozen_names(frozen: Sequence[str | AllBut], names: Sequence[str]) -> set[st
     return still
 
 
-def _casts(leaves: Sequence[Leaf], gather: Gather) -> tuple[torch.dtype, ...] | None:
+def _casts(leaves: Sequence[Leaf], gather: Casts) -> tuple[torch.dtype, ...] | None:
     seen = tuple(gather.dtype_of(leaf.name, leaf.dtype) for leaf in leaves)
     return None if seen == tuple(leaf.dtype for leaf in leaves) else seen
 

@@ -19,9 +19,9 @@ from fds import autodiff, loss as losses, random, tree
 from fds.layout import Leaf
 from fds.step.call import Call
 from fds.step.checks import contracts
-from fds.step.sharding.gather import Gather
 from fds.step.sharding.handles import Handle, materialize
 from fds.step.sharding.viewed import Known, OnUse
+from fds.step.structure import Casts
 
 View = Callable[[Tensor, Leaf, Call], Tensor]
 
@@ -50,7 +50,7 @@ class Decode:
     """The first view of a parameter: what a state holds of it, decoded, in the dtype in which the loss sees it."""
 
     encodings: Sequence[View]
-    gather: Gather
+    gather: Casts
     draws = False
 
     def __call__(self, x: Tensor, leaf: Leaf, call: Call) -> Tensor:

@@ -21,9 +21,8 @@ from fds.profiling.counting import counting
 from fds.profiling.record import Profile, check_shown, profile_of
 from fds.state import State
 from fds.step import Step, fill, transform
-from fds.step.all_stations import Stations
+from fds.step.all_stations import Program, Stations
 from fds.step.checks.state_check import StateTensors
-from fds.step.stations import Program
 
 
 @attrs.frozen(repr=False)

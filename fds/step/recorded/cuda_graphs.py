@@ -16,13 +16,12 @@ from torch import Tensor
 
 from fds import random, tree
 from fds.state import State
-from fds.step.all_stations import Stations
+from fds.step.all_stations import Program, Stations
 from fds.step.checks.state_check import StateTensors
 from fds.step.recorded import refusals
 from fds.step.recorded.generators import Seeding
 from fds.step.recorded.recorder import Kind, Recorder, Recordings, Work, elsewhere, refuse_first
 from fds.step.recorded.state_memory import BatchMemory, Results, StateMemory
-from fds.step.stations import Program
 
 _STEP = "state.step"  # the place of the state's `step` among results
 # which torch leaves without types

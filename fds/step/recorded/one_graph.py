@@ -24,14 +24,13 @@ from torch.utils import _python_dispatch
 
 from fds import random, reading, tree
 from fds.state import State, Token
-from fds.step.all_stations import Stations
+from fds.step.all_stations import Program, Stations
 from fds.step.checks.state_check import StateTensors
 from fds.step.donated import TAKEN
 from fds.step.recorded import refusals
 from fds.step.recorded.generators import Drawing
 from fds.step.recorded.recorder import Kind, Recorder, Recordings, Work, elsewhere, refuse_first
 from fds.step.recorded.state_memory import builder, leaves_of, same_memory, storage_of
-from fds.step.stations import Program
 
 _AS_IT_IS = ("eager", "aot_eager")  # backends which run the operators of a graph one by one
 _FUSED = {getattr(torch.ops.aten, name) for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")}

@@ -14,12 +14,11 @@ from torch import Tensor
 from fds import tree
 from fds.errors import ComposeError
 from fds.state import State
-from fds.step.all_stations import Stations
+from fds.step.all_stations import Program, Stations
 from fds.step.batch import Whole
 from fds.step.checks.state_check import StateTensors
 from fds.step.recorded import refusals
 from fds.step.residency.contract import text_of
-from fds.step.stations import Program
 
 MOST_KINDS = 16  # of batches: each has a recording
 # leaves of which a recording may hold what they are

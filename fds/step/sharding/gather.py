@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
@@ -20,16 +19,15 @@ from fds.step.pool import Pool
 from fds.step.residency.lives import Masters
 from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import LOSSLESS, Relay, Transport
+from fds.step.structure import Casts
 
 Memory = Callable[[Tensor], Tensor]  # a rank's slice of a bucket, as it was read -> memory for the whole bucket
 
 
 @attrs.frozen
-class Gather:
+class Gather(Casts):
     """Held parameters to whole ones, in what dtype (None keeps the master's), by which transport."""
 
-    dtype: torch.dtype | None = None
-    float32: tuple[str, ...] = ()  # patterns of parameters that stay as they are
     transport: Transport = LOSSLESS
     low: bool = attrs.field(  # whether the loss is computed in 16 bits
         default=attrs.Factory(lambda self: self.dtype in (torch.float16, torch.bfloat16), takes_self=True),
@@ -125,14 +123,6 @@ class Gather:
     def dtype_of_bucket(self, bucket: Bucket, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the loss sees a bucket that is held in `dtype`: that of averages may be another."""
         return self.dtype_of(bucket.leaves[0].name, dtype)
-
-    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the loss sees a parameter that is held in `dtype`."""
-        return self.dtype if self.dtype is not None and dtype.is_floating_point and self.casts(name) else dtype
-
-    def casts(self, name: str) -> bool:
-        """Say whether the parameter of this name is cast."""
-        return not any(fnmatch.fnmatchcase(name, p) for p in self.float32)
 
 
 @attrs.define(eq=False)
