@@ -175,12 +175,12 @@ class Stations:
 
     def masters(self, structure: Structure, parts: list[Tensor], device: torch.device, residency: Residency) -> Masters:
         """Return the parameters as a state holds them, for a loss that runs on a device."""
-        known = NOWHERE
+        where = NOWHERE
         if residency.kinds:
-            known = self.runtime.elsewhere.get((structure, device))
-            if known is None:
-                known = self.runtime.elsewhere[structure, device] = elsewhere(residency, structure, device)
-        return Masters(parts, device, residency, known)
+            where = self.runtime.elsewhere.get((structure, device))
+            if where is None:
+                where = self.runtime.elsewhere[structure, device] = elsewhere(residency, structure, device)
+        return Masters(parts, device, residency, where)
 
     def microbatch(self, loss: Any, structure: Structure) -> Microbatch:
         """Return the stations that every microbatch passes."""
@@ -213,15 +213,15 @@ class Stations:
 
         Raises `BatchError`, unless the executor tells other ranks of it.
         """
-        found, failed = None, batch.error
+        microbatches, failed = None, batch.error
         if batch.parts is not None:
             try:
-                found = cut(batch.parts, Split(n), call)
+                microbatches = cut(batch.parts, Split(n), call)
             except Exception as error:
                 if not self.execute.together:
                     raise
                 failed = error
-        return attrs.evolve(batch, count=n, microbatches=found, error=failed)
+        return attrs.evolve(batch, count=n, microbatches=microbatches, error=failed)
 
     def order(self, what: str, structure: Structure) -> Order | None:
         """Return the order in which ranks meet where each comes at its own time, None where they come at fixed ones."""
@@ -236,8 +236,8 @@ class Stations:
         """Return the structure of these parameters, read once for each kind of tree, and their leaves."""
         leaves, spec = tree.parts(params)
         key = (spec, *check.kinds(leaves))
-        known, structure = self.runtime.recent[0]  # read once: other threads may read other trees
-        if structure is None or known != key:
+        last_key, structure = self.runtime.recent[0]  # read once: other threads may read other trees
+        if structure is None or last_key != key:
             if key not in self.runtime.structures:
                 assert self.remembering is not None
                 self.runtime.structures[key] = Structure.of(
@@ -263,42 +263,44 @@ class Stations:
 
     def resident(self, structure: Structure, path: str) -> Resident | None:
         """Return the leaf at a key path of a state as a residency knows it, None for one that never lives elsewhere."""
-        return resident_at(structure, path, [one.slot for one in self.followers], follow_in_pieces(self.followers))
+        return resident_at(
+            structure, path, [filler.slot for filler in self.followers], follow_in_pieces(self.followers)
+        )
 
     def lives(self, structure: Structure, state: State) -> Lives:
         """Return where the leaves live that an update writes, read once for each structure."""
         device = torch.get_default_device() if state.step.is_meta else state.step.device
-        known = self.runtime.lives.get((structure, device))
-        if known is None:
-            known = self.runtime.lives[structure, device] = Lives.of(
+        lives = self.runtime.lives.get((structure, device))
+        if lives is None:
+            lives = self.runtime.lives[structure, device] = Lives.of(
                 self.place.residency,
                 structure,
                 state.slots,
-                [one.slot for one in self.followers],
+                [filler.slot for filler in self.followers],
                 follow_in_pieces(self.followers),
                 device,
                 functools.partial(may_leave, structure, bool(self.dimensions.split)),
                 speculate=self.place.speculate,
             )
-        return known
+        return lives
 
     def chunks(self, structure: Structure) -> list[list[Piece]]:
         """Return in which chunks an update visits the slices, on all ranks that hold slices of the same parameters."""
-        known = self.runtime.chunks.get(structure)
-        if known is None:
+        chunks = self.runtime.chunks.get(structure)
+        if chunks is None:
             everyone, place = self.everyone if self.dimensions.split else None, self.dimensions.place
-            known = self.runtime.chunks[structure] = agreed_chunks(self.place.residency, structure, everyone, place)
-        return known
+            chunks = self.runtime.chunks[structure] = agreed_chunks(self.place.residency, structure, everyone, place)
+        return chunks
 
     def settings(self, call: Call, buffers: dict[str, Tensor], n: int) -> list[losses.Setting]:
         """Return the setting of each microbatch: all seeds of a call, computed before its first kernel."""
         evaluating, base = not call.training, call.words
         call = call.counted(self.dimensions.tells) if self.noting else call
         draws = self.execute.draws(self.eval_loss if evaluating else self.loss)
-        held = losses.carried_buffers(self.loss, self.eval_loss, buffers) if evaluating else None
+        carried = losses.carried_buffers(self.loss, self.eval_loss, buffers) if evaluating else None
         seen, busy = (list[Any](), None) if evaluating else (None, list[Any]())
         mode = losses.Mode(
-            evaluating, self.gather.float32, held, self.gather.low, seen, busy, self.modules, self.around
+            evaluating, self.gather.float32, carried, self.gather.low, seen, busy, self.modules, self.around
         )
         return [
             losses.Setting(

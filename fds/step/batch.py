@@ -61,7 +61,7 @@ def rows(batch: Any) -> int | None:
         return next(iter(lengths), None)
     sliced = [(path, x.shape[0]) for path, x in tree.paths(batch).items() if _is_sliced(x)]
     at, length = sliced[0]
-    where, other = next(one for one in sliced if one[1] != length)
+    where, other = next(pair for pair in sliced if pair[1] != length)
     raise BatchError(
         "the leaves of the batch disagree in length",
         where=place(where),
@@ -249,9 +249,9 @@ def split_batch(batch: Any, maps: tuple[Map, ...], split: Split, call: Call) -> 
     `Microbatches` are cut already: the maps are given each of them, which are as many as `split` makes.
     """
     is_cut = isinstance(batch, Microbatches)
-    parts = [_mapped(one, maps, call, i) for i, one in enumerate(split.checked(batch) if is_cut else [batch])]
-    found = cut(parts, Split(1) if is_cut else split, call)
-    return SplitBatch(batch, len(found), found, parts=parts)
+    parts = [_mapped(part, maps, call, i) for i, part in enumerate(split.checked(batch) if is_cut else [batch])]
+    microbatches = cut(parts, Split(1) if is_cut else split, call)
+    return SplitBatch(batch, len(microbatches), microbatches, parts=parts)
 
 
 def cut(parts: list[Any], split: Split, call: Call) -> list[Any]:
@@ -273,12 +273,12 @@ def _mapped(batch: Any, maps: tuple[Map, ...], call: Call, part: int) -> Any:
     rows, given = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and not x.is_inference()], batch
     versions = list(map(tree.version_of, rows))
     batch = tree.copied(batch)  # whose containers a map may fill
-    for i, one in enumerate(maps):
-        own = call.given_to(one, "batch", i, share, part)
-        with seeded(own, [one]):
-            batch = contracts.batch(one(batch, own), batch, one)
+    for i, map_ in enumerate(maps):
+        own_call = call.given_to(map_, "batch", i, share, part)
+        with seeded(own_call, [map_]):
+            batch = contracts.batch(map_(batch, own_call), batch, map_)
         if (now := list(map(tree.version_of, rows))) != versions:
             changed = {id(x) for x, a, b in zip(rows, now, versions, strict=True) if a != b}
             written = [place(path) for path, x in tree.paths(given).items() if id(x) in changed]
-            raise contracts.written_rows(one, tree.named(written))
+            raise contracts.written_rows(map_, tree.named(written))
     return batch

@@ -88,15 +88,15 @@ def _transform(factory: Callable[P, Callable[[Step], Step]], rules: Mapping[str,
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Transform:
-        given = bound(factory, args, kwargs, CallError).arguments
+        arguments = bound(factory, args, kwargs, CallError).arguments
         for name, rule in rules.items():
-            if name in given:
-                rule.check(factory.__name__, name, given[name], ComposeError)
+            if name in arguments:
+                rule.check(factory.__name__, name, arguments[name], ComposeError)
         many = len(args) > _MANY and all(isinstance(arg, str) for arg in args)
         words = [tree.named(cast(Any, args))] if many else [*map(_word, args)]
         words += [f"{k}={_word(v)}" for k, v in kwargs.items()]
         text = f"{factory.__name__}({', '.join(words)})"
-        return Transform(factory.__name__, text, factory(*args, **kwargs), (factory.__name__, args, kwargs), given)
+        return Transform(factory.__name__, text, factory(*args, **kwargs), (factory.__name__, args, kwargs), arguments)
 
     make.is_transform_factory = True  # type: ignore[attr-defined]
     return make
@@ -247,9 +247,9 @@ def compose(*transforms: Any) -> Composition:
 
 def _call_of(factory: Any) -> str:
     """Return how to call a factory of transforms or optimizers: `fds.donate()`, `fds.accumulate(...)`."""
-    own = factory.__module__.startswith("fds.")
+    is_ours = factory.__module__.startswith("fds.")
     bare = hasattr(factory, "is_transform_factory") and forms.takes(0)(factory)
-    return f"{'fds.' if own else ''}{factory.__name__}({'' if bare else '...'})"
+    return f"{'fds.' if is_ours else ''}{factory.__name__}({'' if bare else '...'})"
 
 
 def _instead(t: Any) -> str:

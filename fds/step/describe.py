@@ -92,14 +92,14 @@ class Description:
         stations = [(name, words) for name, words in self.stations.items() if name != "kernels"]
         stations += [("kernels", self.kernels)]
         where = {name: f"in {place}" for name, place in self.lives.items()}
-        held = [(name, f"{n:,}", "bytes", where.get(name, "")) for name, n in self.num_bytes.items()]
-        held += [(name, f"{n:,}", "bytes", "of the state") for name, n in self.places.items()]
-        held += [(f"slots.{slot}", f"{n:,}", "bytes", "of the slots") for slot, n in self.memory.items()]
-        held += [(name, f"{n:,}", "bytes", "sent a step") for name, n in self.sent.items()]
+        rows = [(name, f"{n:,}", "bytes", where.get(name, "")) for name, n in self.num_bytes.items()]
+        rows += [(name, f"{n:,}", "bytes", "of the state") for name, n in self.places.items()]
+        rows += [(f"slots.{slot}", f"{n:,}", "bytes", "of the slots") for slot, n in self.memory.items()]
+        rows += [(name, f"{n:,}", "bytes", "sent a step") for name, n in self.sent.items()]
         notes = [f"frozen: {tree.named(self.frozen)}"] if self.frozen else []
         notes += [f"unused, zero gradient: {tree.named(self.unused)}"] if self.unused else []
         notes += [f"{len(self.buckets)} flat buckets of {sum(self.buckets):,} bytes together"] if self.buckets else []
-        parts = [_html.table(stations), _html.table(held, right=(1,)) if held else "", *map(_html.text, notes)]
+        parts = [_html.table(stations), _html.table(rows, right=(1,)) if rows else "", *map(_html.text, notes)]
         return _html.box("Step", *parts)
 
 
@@ -143,7 +143,7 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
         stations=stations,
         kernels=kernels,
         num_bytes=held,
-        lives={part: ", ".join(some) for part, some in {**places, **sums}.items() if set(some) - {"device"}},
+        lives={part: ", ".join(words) for part, words in {**places, **sums}.items() if set(words) - {"device"}},
         places=_summed(places),
         sent=sent_bytes(step, structure),
         frozen=frozen,
@@ -167,40 +167,40 @@ def explain(error: DiskError, step: Stations, state: State) -> None:
         twice = "" if step.place.donate else ", twice unless steps donate it"
         places = _summed(_places(step, structure, state))
         needs = [f"{n:,} bytes in {place} for the state{twice}" for place, n in places.items() if place != "device"]
-        for part, some in _sums(step, structure).items():
-            needs.append(f"{held_bytes(step, structure, state)[part]:,} in {', '.join(some)} for sums of {part}")
+        for part, words in _sums(step, structure).items():
+            needs.append(f"{held_bytes(step, structure, state)[part]:,} in {', '.join(words)} for sums of {part}")
         needs += [f"in {place} what layers keep, as describe(state, batch) says" for place, _ in _counting(step)[1]]
         error.add_note(f"in all a run needs {'; '.join(needs)}")
 
 
 def _places(step: Stations, structure: Structure, state: State) -> dict[str, dict[str, int]]:
     """Return part of the state -> place -> bytes of its leaves there, where some live elsewhere."""
-    residency, found = step.place.residency, dict[str, dict[str, int]]()
+    residency, by_part = step.place.residency, dict[str, dict[str, int]]()
     for part in ("params", "opt", "buffers", "slots") if residency.kinds else ():
-        some = found[part] = dict[str, int]()
+        by_place = by_part[part] = dict[str, int]()
         for path, x in tree.paths(getattr(state, part)).items():
             leaf = step.resident(structure, f"{part}.{path}")
             where = residency.medium(leaf) if leaf and is_held(residency, leaf, x.numel()) else "device"
-            some[where] = some.get(where, 0) + x.nbytes
-    return found
+            by_place[where] = by_place.get(where, 0) + x.nbytes
+    return by_part
 
 
 def _sums(step: Stations, structure: Structure) -> dict[str, list[str]]:
     """Return the places of the gradients' sums, where some live elsewhere."""
-    residency, found = step.place.residency, dict[str, None]()
+    residency, places = step.place.residency, dict[str, None]()
     for part in structure.trained if "gradients" in residency.kinds else ():
         leaf = resident(structure, "gradients", part)
-        held = is_held(residency, leaf, structure.shapes[part].numel())
-        found[residency.medium(leaf) if held else "device"] = None
-    return {"gradients": list(found)} if found else {}
+        is_elsewhere = is_held(residency, leaf, structure.shapes[part].numel())
+        places[residency.medium(leaf) if is_elsewhere else "device"] = None
+    return {"gradients": list(places)} if places else {}
 
 
 def _summed(places: dict[str, dict[str, int]]) -> dict[str, int]:
     """Return place -> bytes there of all parts."""
-    found: dict[str, int] = {}
-    for where, n in (one for some in places.values() for one in some.items()):
-        found[where] = found.get(where, 0) + n
-    return found
+    sums: dict[str, int] = {}
+    for where, n in (pair for by_place in places.values() for pair in by_place.items()):
+        sums[where] = sums.get(where, 0) + n
+    return sums
 
 
 def _station(name: str, value: Any) -> str:
@@ -222,10 +222,10 @@ def _counting(step: Stations) -> tuple[Stations, list[tuple[str, Any]]]:
     A map that keeps anything elsewhere has a method `counting`, which returns both.
     """
     layer, tallies = list[LayerMap](), list[tuple[str, Any]]()
-    for one in step.layer:
-        counting: Callable[[], tuple[LayerMap, dict[str, Any]]] | None = getattr(one, "counting", None)
-        one, kept = (one, {}) if counting is None else counting()
-        layer.append(one)
+    for map_ in step.layer:
+        counting: Callable[[], tuple[LayerMap, dict[str, Any]]] | None = getattr(map_, "counting", None)
+        map_, kept = (map_, {}) if counting is None else counting()
+        layer.append(map_)
         tallies += kept.items()
     return attrs.evolve(step, layer=tuple(layer)) if tallies else step, tallies
 
@@ -236,8 +236,8 @@ def _tried(step: Stations, structure: Structure, state: State, batch: Any) -> tu
     step, tallies = _counting(step)
     held = StateTensors(structure, tree.leaves(state.params), [], [])
     setup = attrs.evolve(Setup.of(step, state, held), scale=None, residency=step.place.residency, own_sums=SUMMED)
-    found = local_gradients(InChunks(step, setup), batch)
-    unused = tuple(name for name, some in zip(structure.trained_names, found.used, strict=True) if not some)
+    gradients = local_gradients(InChunks(step, setup), batch)
+    unused = tuple(name for name, is_used in zip(structure.trained_names, gradients.used, strict=True) if not is_used)
     places: dict[str, int] = {}
     for place, tally in tallies:
         places[place] = places.get(place, 0) + tally.most

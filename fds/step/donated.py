@@ -97,7 +97,7 @@ def _held(state: State, parts: Sequence[tuple[Any, list[Tensor]]], tensors: list
 
 def _given_up(state: State) -> list[State]:
     """Return the states before this one that somebody still holds, though nobody may use them."""
-    return [old for one in state.token.before if (old := one()) is not None]
+    return [old for reference in state.token.before if (old := reference()) is not None]
 
 
 def _references(x: list[Tensor]) -> int:

@@ -136,8 +136,8 @@ class Drafts:
         if self.closed:
             raise contracts.unnoted(where)
         if (slot, name) not in self.kinds:
-            slots = sorted({known for known, _ in self.kinds})
-            names = [known for at, known in self.kinds if at == slot]
+            slots = sorted({name_ for name_, _ in self.kinds})
+            names = [name_ for at, name_ in self.kinds if at == slot]
             raise ComposeError(
                 "a note has no entry to go to",
                 where=where,

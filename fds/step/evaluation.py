@@ -127,18 +127,20 @@ class Sums:
         """Return the totals, zeros on a rank without batches. Raises `BatchError` where no rank has any."""
         kinds = {name: str(dtype).removeprefix("torch.") for name, dtype in sorted(self.dtypes.items())}
         answers = [kinds] if everyone is None else everyone.exchange(kinds, "evaluate")
-        known = [theirs for theirs in answers if theirs]
-        if not known:
+        answered = [theirs for theirs in answers if theirs]
+        if not answered:
             raise BatchError(
                 "there are no batches to evaluate",
                 got="an iterable that is empty",
                 want="one or more",
                 hint="a generator, or a loader that was read already, is at its end",
             )
-        if any(theirs != known[0] for theirs in known):
-            raise LossError("ranks return different metrics", where="evaluate", got=str(known[-1]), want=str(known[0]))
+        if any(theirs != answered[0] for theirs in answered):
+            raise LossError(
+                "ranks return different metrics", where="evaluate", got=str(answered[-1]), want=str(answered[0])
+            )
         if self.totals is None:
-            self.dtypes = {name: getattr(torch, dtype) for name, dtype in known[0].items()}
+            self.dtypes = {name: getattr(torch, dtype) for name, dtype in answered[0].items()}
             zero = {
                 name: torch.zeros((), dtype=torch.float64 if dtype.is_floating_point else dtype, device=device)
                 for name, dtype in self.dtypes.items()
@@ -167,7 +169,7 @@ def _rounds(batches: Iterator[Any], everyone: Axis | None, *, together: bool) ->
         for rank, (_, error) in enumerate(reports):
             if error is not None:
                 raise BatchError("the batches of another rank could not be read", where=f"rank {rank}", got=error)
-        has = [some for some, _ in reports]
+        has = [has_more for has_more, _ in reports]
         if not any(has):
             return
         if together and not all(has):
@@ -196,9 +198,9 @@ def seen_parameters(step: Stations, state: State) -> Any:
         chosen_kernels(step),
         stations.opened(params.tree, (), setting, "values given to views", plain=True) as (seen, _),
     ):
-        found = tree.map(torch.clone, seen)
+        copies = tree.map(torch.clone, seen)
     hear(residency, step.everyone)
-    return step.dimensions.collect(found)
+    return step.dimensions.collect(copies)
 
 
 def _local(step: Stations, state: State) -> Local:
@@ -220,11 +222,11 @@ def _local(step: Stations, state: State) -> Local:
             same_batch(step, batch, "evaluate")
         order = step.order("evaluate", structure)
         params = kept or opened(order=order)
-        found: tuple[Totals, list[Any]] = Totals(), []
+        ran: tuple[Totals, list[Any]] = Totals(), []
         try:
             with chosen_kernels(step):
                 if batch is not Nothing:
-                    found = _run(step, state, structure, params, batch, order, outputs)
+                    ran = _run(step, state, structure, params, batch, order, outputs)
                 elif order is not None:
                     order.finish()  # others gather what they need
         finally:
@@ -232,7 +234,7 @@ def _local(step: Stations, state: State) -> Local:
             if order is not None:
                 order.joins.clear()
         hear(residency, step.everyone)
-        return found
+        return ran
 
     return local
 

@@ -89,7 +89,7 @@ def _implied(stations: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "memory", Memory(SLOT, nothing_kept, "partial")
     optimizer = stations.get("optimizer")
     if isinstance(optimizer, Optimizer):
-        yield from (("memory", one) for one in memories(optimizer))
+        yield from (("memory", memory) for memory in memories(optimizer))
 
 
 def _stands_once(value: object) -> tuple[str, str] | None:
@@ -113,12 +113,12 @@ def _memories(value: Memory | dict[str, Any]) -> dict[str, Memory]:
 def _station(step: Step, name: str) -> Any:
     """Return what is at a station. Raises `ComposeError` for a name that is none."""
     fields = [field.name for field in attrs.fields(type(step))]
-    known = [*fields[: fields.index("memory") + 1], "slots"]  # what follows in `fields` is no station
+    names = [*fields[: fields.index("memory") + 1], "slots"]  # what follows in `fields` is no station
     if name == "slots":
         return step.memory
-    if name not in known:
-        hint = _GONE.get(name) or nearest(name, known)
-        raise ComposeError("there is no such station", where="fill", got=name, want=", ".join(known), hint=hint)
+    if name not in names:
+        hint = _GONE.get(name) or nearest(name, names)
+        raise ComposeError("there is no such station", where="fill", got=name, want=", ".join(names), hint=hint)
     return getattr(step, name)
 
 
@@ -129,18 +129,18 @@ def _fields(held: object) -> list[str]:
 
 def _evolved(name: str, held: Any, value: dict[str, Any]) -> Any:
     """Return a station with some of its fields replaced. Raises `ComposeError` for others than it has."""
-    known = _fields(held)
-    other = next((field for field in value if field not in known), None)
+    names = _fields(held)
+    other = next((field for field in value if field not in names), None)
     if other is not None:
         raise ComposeError(
             "the station has no such field",
             where=f"station {name!r}",
             got=str(other),
-            want=", ".join(known) or "a value, not a dict",
-            hint=did_you_mean(str(other), known),
+            want=", ".join(names) or "a value, not a dict",
+            hint=did_you_mean(str(other), names),
         )
-    for field, one in value.items():
-        forms.field(name, field, one)
+    for field, filler in value.items():
+        forms.field(name, field, filler)
     return attrs.evolve(held, **value)
 
 

@@ -113,10 +113,10 @@ def _placed(step: Stations, params: Any, key: Tensor, everyone: Axis | None) -> 
             failed.append(error)
             return x.to("meta")
 
-    held = structure.hold(values(), step.dimensions.slice, settle)
+    parts = structure.hold(values(), step.dimensions.slice, settle)
     _check_made(failed, everyone)
-    device = devices[0] if devices else device_of(held, shapes, everyone)
-    return held, key, device
+    device = devices[0] if devices else device_of(parts, shapes, everyone)
+    return parts, key, device
 
 
 def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device, *, alone: bool = False) -> State:
@@ -167,8 +167,8 @@ def _settled(
     leaf = step.resident(structure, f"slots.{path}")
     if leaf is None or x.is_meta:
         return x
-    found = settled(residency, x, leaf, device)
-    return x.to(device) if found is x and not leaf.in_place else found
+    leaf_there = settled(residency, x, leaf, device)
+    return x.to(device) if leaf_there is x and not leaf.in_place else leaf_there
 
 
 def traced(step: Stations, params: Any) -> State:
@@ -219,15 +219,15 @@ def device_of(held: Any, shapes: Any, everyone: Axis | None) -> torch.device:
 
 def _made_here(step: Stations, shapes: Any, params: Any, alone: bool) -> list[str]:
     """Return the names of the parameters that this rank makes or receives, in order."""
-    given = params.given if isinstance(params, losses.Recipe) else () if alone else tree.paths(shapes)
-    return [name for name in tree.paths(shapes) if name in given or step.dimensions.holds(name)]
+    names = params.given if isinstance(params, losses.Recipe) else () if alone else tree.paths(shapes)
+    return [name for name in tree.paths(shapes) if name in names or step.dimensions.holds(name)]
 
 
 def _all_of(
     made: Iterator[tuple[str, Tensor]], shapes: Any, names: list[str], failed: list[Exception]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield what is made; where that fails, zeros for the rest, since other ranks wait for them."""
-    known = tree.paths(shapes)
+    want = tree.paths(shapes)
     for name in names:
         x = None
         if not failed:
@@ -236,7 +236,7 @@ def _all_of(
                 assert at == name, (at, name)
             except Exception as error:
                 failed.append(error)
-        yield name, torch.zeros(known[name].shape, dtype=known[name].dtype) if failed or x is None else x
+        yield name, torch.zeros(want[name].shape, dtype=want[name].dtype) if failed or x is None else x
 
 
 def _check_made(failed: list[Exception], everyone: Axis | None) -> None:
@@ -343,9 +343,9 @@ def _agree(shapes: Any, error: FdsError | None, data: Axis) -> None:
     for rank, (_, refused) in enumerate(answers):
         if refused is not None:
             raise StateError("another rank refuses its parameters", where=f"rank {rank} of {data.name}", got=refused)
-    if len({found for found, _ in answers}) > 1:
+    if len({their_print for their_print, _ in answers}) > 1:
         all_lines = data.exchange(lines, "init")
-        rank = next(r for r, (found, _) in enumerate(answers) if found != answers[0][0])
+        rank = next(r for r, (their_print, _) in enumerate(answers) if their_print != answers[0][0])
         pairs = itertools.zip_longest(all_lines[rank], all_lines[0], fillvalue="nothing")
         got, want = next(pair for pair in pairs if pair[0] != pair[1])
         raise StateError(

@@ -35,13 +35,13 @@ def whole_parameters(step: Stations, state: State, doing: str, *, copies: bool) 
     structure, parts = step.held_by(state)
     residency = deferred(step.place.residency, step.everyone)
     masters = step.masters(structure, parts, state.step.device, residency)
-    found = _whole(step, structure, parts, masters, copies=copies)
+    params = _whole(step, structure, parts, masters, copies=copies)
     hear(residency, step.everyone)
     if step.encodings:
         call = step.call(state, training=False)
-        whole = [decode(step.encodings, x, structure.leaves[name], call) for name, x in tree.paths(found).items()]
-        found = tree.flatten(found)[1](whole)
-    return found
+        whole = [decode(step.encodings, x, structure.leaves[name], call) for name, x in tree.paths(params).items()]
+        params = tree.flatten(params)[1](whole)
+    return params
 
 
 def _whole(step: Stations, structure: Structure, parts: list[Tensor], masters: Masters, *, copies: bool) -> Any:
@@ -53,8 +53,8 @@ def _whole(step: Stations, structure: Structure, parts: list[Tensor], masters: M
         return step.dimensions.collect(structure.build_whole(whole))
     assert structure.layout is not None and step.shard is not None
     flats = Gather().in_turn(structure.layout, masters, step.shard.legs["gather"], Pool())
-    held = zip(structure.layout.buckets, parts, flats, strict=True)
-    views = [bucket.views(flat if sent else flat.to(part.device)) for bucket, part, flat in held]
+    slices = zip(structure.layout.buckets, parts, flats, strict=True)
+    views = [bucket.views(flat if sent else flat.to(part.device)) for bucket, part, flat in slices]
     return step.dimensions.collect(structure.build_whole(structure.layout.collect(views)))
 
 
@@ -140,16 +140,16 @@ def _pairs(module: Any, params: Named, buffers: Named, prefix: str, buffers_pref
             hint="prefix= names a part of the state",
         )
     held = dict(module.named_buffers(remove_duplicate=False))
-    found = list(_matched(held, buffers, buffers_prefix, "buffers"))
+    more = list(_matched(held, buffers, buffers_prefix, "buffers"))
     elsewhere = [name for name in buffers if any(name == n or name.endswith(f".{n}") for n in held)]
-    if not found and elsewhere:
+    if not more and elsewhere:
         raise StateError(
             "the module's buffers are in the state under another prefix",
             where=", ".join(elsewhere[:8]),
             got=f"buffers_prefix={buffers_prefix!r}",
             want="what stands before the module's own names of them",
         )
-    return [*pairs, *found]
+    return [*pairs, *more]
 
 
 def _matched(own: Mapping[str, Tensor], named: Mapping[str, Tensor], prefix: str, what: str) -> Iterator[Pair]:

@@ -112,13 +112,13 @@ class Memory:
         device: torch.device,
     ) -> Any:
         """Return the slot at the start of a run. Raises `ComposeError` for what it must not be."""
-        given = params if self.mirrors else dict(own if self.lies == "partial" else shapes)
-        found = contracts.first_slot(self.init(given, device), self.slot, self.init)
+        likes = params if self.mirrors else dict(own if self.lies == "partial" else shapes)
+        slot = contracts.first_slot(self.init(likes, device), self.slot, self.init)
         if self.lies in ("named", "partial"):
-            contracts.named_slot(found, self.slot, self.init, among=given if self.lies == "partial" else None)
+            contracts.named_slot(slot, self.slot, self.init, among=likes if self.lies == "partial" else None)
         if self.merge is not None:
-            contracts.merged_slot(found, self.slot, self.init, device)
-        return found
+            contracts.merged_slot(slot, self.slot, self.init, device)
+        return slot
 
     @property
     def rule(self) -> Callable[[Any, Any, Call], Any]:

@@ -87,12 +87,12 @@ class Apart:
 
     def others(self, parts: Parts) -> tuple[list[int], Parts]:
         """Return the indices of all other leaves, and of trees with their leaves those others."""
-        index = [i for i in range(sum(len(some) for _, some in parts)) if i not in self.tensors]
-        ends = accumulate((len(some) for _, some in parts), initial=0)
+        index = [i for i in range(sum(len(leaves) for _, leaves in parts)) if i not in self.tensors]
+        ends = accumulate((len(leaves) for _, leaves in parts), initial=0)
         mine = self.tensors.keys()
         return index, [
-            (one, [x for i, x in enumerate(some, start) if i not in mine])
-            for (one, some), start in zip(parts, ends, strict=False)
+            (tree_, [x for i, x in enumerate(leaves, start) if i not in mine])
+            for (tree_, leaves), start in zip(parts, ends, strict=False)
         ]
 
     def among(self, index: Sequence[int], *others: list[Tensor]) -> tuple[list[Tensor], ...]:
@@ -121,7 +121,7 @@ def new_leaves(
     if lives.writes_on_host:  # to memory that the device may still copy from
         state.step.to("cpu")
     structure = held.structure
-    averages = {one.slot: tree.flatten(state.slots[one.slot]) for one in after}
+    averages = {filler.slot: tree.flatten(state.slots[filler.slot]) for filler in after}
     parts = [(state.params, structure.pick(held.parts)), (state.opt, list(held.opt))]  # each in two lists
     parts += [(state.slots[name], list(leaves)) for name, (leaves, _) in averages.items()]
     index = ALL

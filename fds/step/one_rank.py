@@ -115,7 +115,7 @@ def compare_with_one_rank(step: Stations, state: State, batch: Any) -> Compariso
         after=(),
         place=Place(),
         run=AtOnce(),
-        memory={slot: one for slot, one in step.memory.items() if one.lies in ("named", "replicated")},
+        memory={slot: filler for slot, filler in step.memory.items() if filler.lies in ("named", "replicated")},
     )
     undivided = attrs.evolve(
         divided,
@@ -124,7 +124,7 @@ def compare_with_one_rank(step: Stations, state: State, batch: Any) -> Compariso
         batch=(),
         split=Split(len(parts)),
         execute=InTurn(),
-        modules=tuple(one for one in step.modules if getattr(one, "axis", None) is None),
+        modules=tuple(filler for filler in step.modules if getattr(filler, "axis", None) is None),
         context=step.contexts,
     )
     with torch.compiler.set_stance("force_eager"):
@@ -136,14 +136,14 @@ def compare_with_one_rank(step: Stations, state: State, batch: Any) -> Compariso
             return _compared((loss, ours), of_one, params, coarsest.eps, parts)
 
         comparison, error = _together(step, run)
-    told = [[attrs.asdict(comparison), error]]
+    replies = [[attrs.asdict(comparison), error]]
     if step.everyone is not None:
-        told = step.everyone.exchange(told[0], _DOING)
-    wrong = next(((i, fields) for i, (_, fields) in enumerate(told) if fields is not None), None)
+        replies = step.everyone.exchange(replies[0], _DOING)
+    wrong = next(((i, fields) for i, (_, fields) in enumerate(replies) if fields is not None), None)
     if wrong is not None:
         rank = "" if step.everyone is None else f" on rank {step.everyone.ranks[wrong[0]]}"
         raise LossError(**{**wrong[1], "where": wrong[1]["where"] + rank})
-    return Comparison(**told[0][0])
+    return Comparison(**replies[0][0])
 
 
 @attrs.frozen
@@ -222,15 +222,15 @@ def _compared(
     """Return the comparison, and the fields of an error where something differs by more than roundings."""
     (loss, ours), (want, theirs) = divided, of_one
     norms = {name: _norm(x) for name, x in theirs.items()}
-    every = math.hypot(*norms.values())
-    if not math.isfinite(every + float(want)):
+    joint = math.hypot(*norms.values())
+    if not math.isfinite(joint + float(want)):
         raise StateError("the gradients of one rank are not finite", where=_DOING, got=f"loss {float(want)}")
     rows = [x.numel() for x in tree.leaves(parts) if isinstance(x, Tensor)]
     additions = max(rows, default=0) + sum(max(x.shape, default=1) for x in theirs.values())
     tolerance = min(_DEVIATIONS * eps * math.sqrt(additions), _MOST)
     # what is 0 but for roundings, as the gradient of a bias of keys, is measured by all others
     off = {n: _norm(ours[n].double() - x.double()) for n, x in theirs.items()}
-    differences = {n: off[n] / max(norms[n], every * _DEVIATIONS * eps / tolerance, 1e-300) for n in theirs}
+    differences = {n: off[n] / max(norms[n], joint * _DEVIATIONS * eps / tolerance, 1e-300) for n in theirs}
     comparison = Comparison(float(loss), float(want), tolerance, differences)
     # a rounding in forward is as if parameters were rounded
     named = tree.paths(params)
@@ -268,20 +268,20 @@ def _factor(x: Tensor, want: Tensor, tolerance: float) -> str:
 
 def _together(step: Stations, make: Callable[[], Any]) -> Any:
     """Return what a function returns. Raises `StateError` on every other rank where it raises on one."""
-    found, error = None, None
+    made, error = None, None
     try:
-        found = make()
+        made = make()
     except Exception as caught:  # the other ranks wait: they are told
         error = caught
-    told = [None]
+    replies = [None]
     if step.everyone is not None:
-        told = step.everyone.exchange(None if error is None else f"{type(error).__name__}: {error}"[:2000], _DOING)
+        replies = step.everyone.exchange(None if error is None else f"{type(error).__name__}: {error}"[:2000], _DOING)
     if error is not None:
         raise error
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(replies):
         if text is not None:
             raise StateError("another rank cannot compare", where=f"{_DOING}, rank {rank}", got=text)
-    return found
+    return made
 
 
 def _microbatches(step: Stations, state: State, batch: Any) -> list[Any]:
@@ -303,17 +303,17 @@ def _all_microbatches(step: Stations, parts: list[Any], batch: Any) -> list[Any]
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     kinds = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors]
     place = [step.dimensions.share_of_batch[0], 0 if sequence is None else sequence.index]
-    told = peers.exchange([place, kinds], _DOING)
-    odd = next((i for i, (_, theirs) in enumerate(told) if len(theirs) != len(kinds)), None)
+    replies = peers.exchange([place, kinds], _DOING)
+    odd = next((i for i, (_, theirs) in enumerate(replies) if len(theirs) != len(kinds)), None)
     if odd is not None:
         raise BatchError(
             "ranks pass batches of other structures",
             where=f"{_DOING}, rank {odd} of {peers.name}",
-            got=f"{len(told[odd][1])} tensors",
+            got=f"{len(replies[odd][1])} tensors",
             want=f"{len(kinds)}",
         )
     received = dict[tuple[int, int], list[Tensor]]()
-    for source, ((share, part), theirs) in enumerate(told):
+    for source, ((share, part), theirs) in enumerate(replies):
         received[share, part] = [
             _sent(peers, source, x, dtype, shape) for x, (dtype, shape) in zip(tensors, theirs, strict=True)
         ]
@@ -321,7 +321,7 @@ def _all_microbatches(step: Stations, parts: list[Any], batch: Any) -> list[Any]
     joins = [one.joined for one in step.context if hasattr(one, "joined")]
     join: Callable[[list[Tensor]], Tensor] = joins[0] if joins else functools.partial(torch.cat, dim=1)
     paths = [path.partition(".")[2] for path, x in tree.paths(parts).items() if isinstance(x, Tensor)]
-    found = list[Any]()
+    microbatches = list[Any]()
     for share in range(shares):
         whole = list[Tensor]()
         for i, path in enumerate(paths):
@@ -330,8 +330,8 @@ def _all_microbatches(step: Stations, parts: list[Any], batch: Any) -> list[Any]
             has_tokens = size > 1 and not is_shared and cut[0].dim() > 1 and max(x.shape[1] for x in cut) > 1
             whole.append(join(cut) if has_tokens else cut[0])
         taken = iter(whole)
-        found += build([next(taken) if isinstance(x, Tensor) else x for x in leaves])
-    return found
+        microbatches += build([next(taken) if isinstance(x, Tensor) else x for x in leaves])
+    return microbatches
 
 
 def _sent(peers: Any, source: int, x: Tensor, dtype: str, shape: list[int]) -> Tensor:

@@ -42,25 +42,25 @@ class OwnSums:
         def copied(x: Tensor) -> Tensor:
             return pool.take(x.numel(), x.dtype, x.device).view(x.shape).copy_(x)
 
-        every = (*remembered(phases), *([LOCAL_LR] if phases.apart else ()))
-        before = {slot: slots[slot] for slot in every}
+        names_of_slots = (*remembered(phases), *([LOCAL_LR] if phases.apart else ()))
+        before = {slot: slots[slot] for slot in names_of_slots}
         if phases.begins(call.calls):
             before = tree.map(torch.zeros_like, before)
         new = tree.map(copied, before)
         names = [inside[0].name for inside in structure.segments]
-        own = {slot: [new[slot][name].view(-1) for name in names] for slot in remembered(phases)}
+        views = {slot: [new[slot][name].view(-1) for name in names] for slot in remembered(phases)}
         axis = None if shard is None else shard.data
-        return cls(before, new, Exchange(call.calls, axis, own, new.get(LOCAL_LR)), axis is not None)
+        return cls(before, new, Exchange(call.calls, axis, views, new.get(LOCAL_LR)), axis is not None)
 
     def seen(self, structure: Structure, parts: list[Tensor]) -> list[Tensor]:
         """Return the parameters that this rank's loss sees, given those of the state: what it moved by itself moved."""
         updates = self.before.get(LOCAL_UPDATE)
         if updates is None or self.exchange is None:
             return parts
-        found, size = list(parts), self.exchange.size
+        params, size = list(parts), self.exchange.size
         for i, inside in zip(structure.trained, structure.segments, strict=True):
-            found[i] = moved(parts[i], updates[inside[0].name], size)
-        return found
+            params[i] = moved(parts[i], updates[inside[0].name], size)
+        return params
 
     def after(self, skip: Tensor | None) -> dict[str, Any]:
         """Return the slots after the call; where `skip`, () bool, is true they are what they were."""
@@ -111,12 +111,12 @@ def check_own_sums(
             want="shard_optimizer(stage=0)",
             hint="with slices: shard_optimizer(stage=1, gradients=fds.transports.onebit()) and adamw",
         )
-    for one in condition:
-        if getattr(one, "needs", None) != "norm":
+    for map_ in condition:
+        if getattr(map_, "needs", None) != "norm":
             raise ComposeError(
                 "a gradient map needs the whole gradient, which ranks do not sum for this optimizer after its warm-up",
                 where="station 'condition'",
-                got=f"{one}, {optimizer}",
+                got=f"{map_}, {optimizer}",
                 want="maps of the norm, as fds.clip_by_global_norm(1.0): after the warm-up of each rank's own gradient",
                 hint="with others: shard_optimizer(gradients=fds.transports.onebit()) and adamw",
             )
@@ -176,20 +176,20 @@ def remembering(optimizer: Optimizer | None, synchronize: Synchronize | None) ->
         return optimizer
 
     def init(segments: Sequence[Sequence[Segment]], *, params: list[Tensor]) -> Slots:
-        own = optimizer.init(segments, params=params)
-        if both := list(filter(synchronize.owns, own)):
+        slots = optimizer.init(segments, params=params)
+        if both := list(filter(synchronize.owns, slots)):
             raise ComposeError(
                 "an optimizer has a slot that ranks need to synchronize",
                 where="station 'optimizer'",
                 got=f"{optimizer}: {', '.join(both)}",
                 want="slots of other names",
             )
-        return {**own, **synchronize.init(segments, params=params)}
+        return {**slots, **synchronize.init(segments, params=params)}
 
     def update(grads: list[Tensor], opt: Slots, params: list[Tensor], **now: Any) -> tuple[list[Tensor], Slots]:
         more = {slot: opt.pop(slot) for slot in [*opt] if synchronize.owns(slot)}
-        params, own = optimizer.update(grads, opt, params, **now)
-        return params, {**own, **more}
+        params, slots = optimizer.update(grads, opt, params, **now)
+        return params, {**slots, **more}
 
     def bind(shapes: Mapping[str, tuple[int, ...]]) -> Optimizer:
         bound = remembering(optimizer.bound(shapes), synchronize)

@@ -75,10 +75,10 @@ def _as_leaves(whole: list[Tensor], is_trained: Sequence[bool], *, train: bool, 
     """
     if train and all(is_trained):
         return list(map(Tensor.requires_grad_, map(Tensor.detach, whole)))
-    found = whole if keep else list(map(Tensor.detach, whole))
+    leaves = whole if keep else list(map(Tensor.detach, whole))
     if not train:
-        return found
-    return [x.detach().requires_grad_() if one else x for x, one in zip(found, is_trained, strict=True)]
+        return leaves
+    return [x.detach().requires_grad_() if trains else x for x, trains in zip(leaves, is_trained, strict=True)]
 
 
 class Live:
@@ -116,11 +116,11 @@ class Live:
         With `train` a bucket is gathered from all ranks once; again, from those of a `secondary` axis.
         """
         self.second = {} if train and self.secondary is not None else None
-        found: list[list[Tensor]] = []
+        handles: list[list[Tensor]] = []
         for i, windows in enumerate(self.windows):
             device = self.masters.device_of(i)
-            found.append([handle(self, x, x.meta.dtype, device, train and x.path in self.trained) for x in windows])
-        return self.layout.collect(found)
+            handles.append([handle(self, x, x.meta.dtype, device, train and x.path in self.trained) for x in windows])
+        return self.layout.collect(handles)
 
     def bucket(self, index: int) -> Tensor:
         """Return the whole bucket (numel,), gathered if it is not whole now."""
@@ -178,8 +178,10 @@ class Live:
         flat = self.order.departures.arrive(self.coming.pop(index))
         if self.second is not None and index not in self.second:
             assert self.secondary is not None
-            own = flat.view(self.secondary.size, -1)[self.secondary.index]
-            self.second[index] = self.pool.take(own.numel(), own.dtype, own.device).copy_(own)
+            kept_slice = flat.view(self.secondary.size, -1)[self.secondary.index]
+            self.second[index] = self.pool.take(kept_slice.numel(), kept_slice.dtype, kept_slice.device).copy_(
+                kept_slice
+            )
         return flat
 
     def _make_room(self, num_bytes: int, bound: int) -> None:
@@ -189,8 +191,8 @@ class Live:
 
     def close(self) -> None:
         """Let go of everything."""
-        for one in self.coming.values():
-            one.give_up()
+        for coming in self.coming.values():
+            coming.give_up()
         self.coming.clear()
         self.over, self.viewed, self.second = True, None, None
         self.used.clear()

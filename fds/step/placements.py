@@ -40,13 +40,13 @@ class SplitDim:
 
     def ranges(self, length: int, size: int, index: int) -> tuple[Range, ...]:
         """Return what rank `index` of `size` holds along the dim, which is `length` long as a whole."""
-        found, start = list[Range](), 0
+        ranges, start = list[Range](), 0
         for part in self.parts or (length,):
             (each, more) = divmod(part, size)
             first = index * each + min(index, more)
-            found.append((start + first, each + (index < more)))
+            ranges.append((start + first, each + (index < more)))
             start += part
-        return tuple(found)
+        return tuple(ranges)
 
     def whole(self, held: int, size: int) -> int:
         """Return the length of the dim, given that of a rank's piece."""
@@ -185,8 +185,8 @@ class Placement:
                 if parts
                 else f"a multiple of {size} there, the ranks of {self.axis.name!r}",
             )
-        found = [x.narrow(dim, first, n) for first, n in lies.ranges(x.shape[dim], size, self.axis.index)]
-        return found[0] if len(found) == 1 else torch.cat(found, dim)
+        pieces = [x.narrow(dim, first, n) for first, n in lies.ranges(x.shape[dim], size, self.axis.index)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def share(self, name: str, x: Tensor) -> None:
         """Give a new parameter the values that it has on the first of the ranks that hold it, in place."""

@@ -67,7 +67,7 @@ class Buffers:
     def shared(self, others: int = 0) -> list[bool]:
         """Say of every tensor whether more hold its memory than the tensor, these buffers and `others` tensors."""
         counts, alone = self.counts(), (_ALONE[0] + others, *_ALONE[1:])
-        if all(some.count(one) == len(some) for some, one in zip(counts, alone, strict=True)):
+        if all(numbers.count(least) == len(numbers) for numbers, least in zip(counts, alone, strict=True)):
             return [False] * len(self.flat)
         return [count != alone for count in zip(*counts, strict=True)]
 
@@ -188,8 +188,8 @@ class Pool:
             chosen = self._take(tensors, kind, make or _like)
             outs = list(map(Tensor.detach, chosen.tensors))
         if copied is not None:
-            some = [i for i in range(len(outs)) if copied(i)]
-            new, old = [outs[i] for i in some], [tensors[i] for i in some]
+            indices = [i for i in range(len(outs)) if copied(i)]
+            new, old = [outs[i] for i in indices], [tensors[i] for i in indices]
         else:
             new, old = outs, tensors
         if new:
@@ -200,12 +200,12 @@ class Pool:
         """Return a set of which every buffer is free, new ones in the place of those that are not."""
         best: tuple[Set, list[bool]] | None = None
         held: list[Set] = []
-        for one in self.sets:
-            shared = one.buffers.shared()
-            if one.kind == kind and (best is None or sum(shared) < sum(best[1])):
-                best = one, shared
+        for set_ in self.sets:
+            shared = set_.buffers.shared()
+            if set_.kind == kind and (best is None or sum(shared) < sum(best[1])):
+                best = set_, shared
             if shared and all(shared):
-                held.append(one)
+                held.append(set_)
         if best is None or (tensors and all(best[1])):
             made = [make(i, x) for i, x in enumerate(tensors)]
             chosen = Set(kind, made, Buffers.of(made))
@@ -213,7 +213,7 @@ class Pool:
             chosen, shared = best
             if any(shared):
                 pairs = enumerate(zip(tensors, chosen.tensors, shared, strict=True))
-                made = [make(i, x) if is_shared else own for i, (x, own, is_shared) in pairs]
+                made = [make(i, x) if is_shared else ours for i, (x, ours, is_shared) in pairs]
                 chosen = Set(kind, made, Buffers.of(made))
         self.sets = [*held, chosen]
         return chosen
@@ -236,19 +236,19 @@ class Pool:
             flat = torch.empty(bucket.numel, dtype=dtype, device=device)
             return flat, *bucket.cut(flat)
         with self.lock:
-            found = self._free(bucket.numel, dtype)
-            return found.base.detach(), *found.cut(bucket)
+            scratch = self._free(bucket.numel, dtype)
+            return scratch.base.detach(), *scratch.cut(bucket)
 
     def _free(self, numel: int, dtype: torch.dtype) -> Scratch:
         """Return memory on the CPU that nobody holds."""
-        held = self.scratch.setdefault((numel, dtype), [])
-        found = next((one for one in held if one.is_alone()), None)
-        if found is None:
+        scratches = self.scratch.setdefault((numel, dtype), [])
+        free = next((scratch for scratch in scratches if scratch.is_alone()), None)
+        if free is None:
             with torch.inference_mode(False):
-                found = Scratch(torch.empty(numel, dtype=dtype, device="cpu"))
-            held.append(found)
-        self.taken.add(id(found))
-        return found
+                free = Scratch(torch.empty(numel, dtype=dtype, device="cpu"))
+            scratches.append(free)
+        self.taken.add(id(free))
+        return free
 
     def weigh_down(self, leaves: list[Tensor], device: torch.device) -> None:
         """Keep gradients on a CPU until the next sweep: else their memory goes to the system and comes back."""
@@ -260,8 +260,8 @@ class Pool:
         self.ballast.clear()
         with self.lock:
             self.scratch = {
-                key: [one for one in held if id(one) in self.taken or not one.is_alone()]
-                for key, held in self.scratch.items()
+                key: [scratch for scratch in scratches if id(scratch) in self.taken or not scratch.is_alone()]
+                for key, scratches in self.scratch.items()
             }
             self.taken.clear()
 

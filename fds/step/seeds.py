@@ -149,17 +149,17 @@ class Seeds:
         if self.data is None:
             return mine
         order = self.order if self.order is not None and "gather" in self.order.joins else None
-        known = self.asked.get("weights")
-        if order is not None and known != ["scalar"]:
+        kinds = self.asked.get("weights")
+        if order is not None and kinds != ["scalar"]:
             order.settle()
-        if known is None:
+        if kinds is None:
             answers = self.data.exchange(None if outcome is None else mine)
-            known = ["Mean" if any(answers) else "scalar"]
+            kinds = ["Mean" if any(answers) else "scalar"]
             if None not in answers:
-                self.asked["weights"] = known
-            if order is not None and known == ["scalar"]:
+                self.asked["weights"] = kinds
+            if order is not None and kinds == ["scalar"]:
                 order.go_on()
-        agreed = known == ["Mean"]
+        agreed = kinds == ["Mean"]
         if mine and not agreed:
             raise LossError(
                 "the loss is a Mean now and was a scalar in earlier calls, and ranks have agreed on that",

@@ -125,8 +125,8 @@ class After(Protocol):
 
 def follow_in_pieces(after: Sequence[After]) -> set[str]:
     """Return the slots that are written by those alone who may be given pieces of them."""
-    whole = {one.slot for one in after if not getattr(one, "elementwise", False) or random.draws(one)}
-    return {one.slot for one in after} - whole
+    whole = {filler.slot for filler in after if not getattr(filler, "elementwise", False) or random.draws(filler)}
+    return {filler.slot for filler in after} - whole
 
 
 @attrs.define(eq=False)

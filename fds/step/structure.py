@@ -118,9 +118,9 @@ class Structure:
         )
         if isinstance(params, Sharded):
             layout = params.layout
-            known = {leaf.name: leaf for bucket in layout.buckets for leaf in bucket.leaves}
-            shapes = {n: torch.empty(known[n].shape, dtype=known[n].dtype, device="meta") for n in layout.names}
-            same = all(leaf == known[leaf.name] for leaf in read(shapes))
+            by_name = {leaf.name: leaf for bucket in layout.buckets for leaf in bucket.leaves}
+            shapes = {n: torch.empty(by_name[n].shape, dtype=by_name[n].dtype, device="meta") for n in layout.names}
+            same = all(leaf == by_name[leaf.name] for leaf in read(shapes))
             if shard is None or not shard.slices_state or layout.num_ranks != shard.axis.size or not same:
                 raise StateError(
                     "these parameters are sharded in another way",
@@ -185,9 +185,11 @@ class Structure:
         places = [(self.held[i], self.shapes[i]) for i in self.trained]
         for slot, parts in first_slots(self.optimizer, self.segments, params).items():
             has = tuple(x is not None for x in parts)
-            some = [(*place, x) for place, x in zip(places, parts, strict=True) if x is not None]
-            shapes = tuple(shape if x.numel() == shape.numel() else torch.Size() for _, shape, x in some)
-            self.opt[slot] = Slot(tuple(name for name, _, _ in some), shapes, tuple(x.dtype for *_, x in some), has)
+            present = [(*place, x) for place, x in zip(places, parts, strict=True) if x is not None]
+            shapes = tuple(shape if x.numel() == shape.numel() else torch.Size() for _, shape, x in present)
+            self.opt[slot] = Slot(
+                tuple(name for name, _, _ in present), shapes, tuple(x.dtype for *_, x in present), has
+            )
         return self
 
     @functools.cached_property
@@ -217,10 +219,10 @@ class Structure:
     @functools.cached_property
     def members(self) -> dict[int, list[int]]:
         """By bucket of trained leaves, which of them are in it, in its order."""
-        found: dict[int, list[int]] = {}
+        members: dict[int, list[int]] = {}
         for k, (i, _) in sorted(enumerate(self.places), key=lambda one: one[1]):
-            found.setdefault(i, []).append(k)
-        return found
+            members.setdefault(i, []).append(k)
+        return members
 
     @functools.cached_property
     def parts(self) -> dict[str, int]:
@@ -230,8 +232,8 @@ class Structure:
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
         """The key path of every part in `state.params`, and in trees like it."""
-        found = tree.paths(self.build(range(len(self.held))))
-        return tuple(sorted(found, key=found.__getitem__))
+        by_path = tree.paths(self.build(range(len(self.held))))
+        return tuple(sorted(by_path, key=by_path.__getitem__))
 
     def like_parts(self, x: Any) -> list[Tensor]:
         """Return the leaves of a tree like `state.params`, in the order of the parts."""
@@ -290,18 +292,18 @@ class Structure:
         rest = iter(slots)
 
         def take(has: tuple[bool, ...]) -> list[T | None]:
-            return [*islice(rest, len(has))] if all(has) else [next(rest) if one else None for one in has]
+            return [*islice(rest, len(has))] if all(has) else [next(rest) if is_there else None for is_there in has]
 
         return {name: take(slot.has) for name, slot in self.opt.items()}
 
     def name_slots(self, opt: dict[str, list[Tensor | None]]) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's flat slices as tensors under the names of their parts."""
-        held = {slot: [x for x in parts if x is not None] for slot, parts in opt.items()}
+        present = {slot: [x for x in parts if x is not None] for slot, parts in opt.items()}
         return {
             slot: {
-                name: x.view(shape).data for name, shape, x in zip(known.names, known.shapes, held[slot], strict=True)
+                name: x.view(shape).data for name, shape, x in zip(want.names, want.shapes, present[slot], strict=True)
             }
-            for slot, known in self.opt.items()
+            for slot, want in self.opt.items()
         }
 
 
@@ -348,10 +350,10 @@ def read_leaves(
 
 def frozen_names(frozen: Sequence[str | AllBut], names: Sequence[str]) -> set[str]:
     """Return the names of parameters that are not trained. Raises `StateError` for a pattern that matches none."""
-    still = tree.match([one for one in frozen if isinstance(one, str)], names, what="freeze")
-    for one in frozen:
-        if isinstance(one, AllBut):
-            still |= set(names) - tree.match(one.patterns, names, what="freeze(all_but=...)")
+    still = tree.match([pattern for pattern in frozen if isinstance(pattern, str)], names, what="freeze")
+    for pattern in frozen:
+        if isinstance(pattern, AllBut):
+            still |= set(names) - tree.match(pattern.patterns, names, what="freeze(all_but=...)")
     return still
 
 

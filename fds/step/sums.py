@@ -143,7 +143,7 @@ class InPlace:
             return [True] * len(self.leaves)
         wide = {} if self.wide is None else self.wide.sums
         come = [grad is not None or wide.get(i) is not None for i, grad in enumerate(map(tree.grad_of, self.leaves))]
-        return [one or i in self.landed for i, one in enumerate(come)]
+        return [has_come or i in self.landed for i, has_come in enumerate(come)]
 
     @in_range("reduce")
     def finish(self) -> list[Tensor]:

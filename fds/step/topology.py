@@ -70,12 +70,14 @@ class Dimension:
                 want="a Placement whose attribute `axis` is the axis",
             )
         if self.axis is not None and self.placement.axis is not None:
-            own, ranks = self.placement.axis, self.axis.ranks
-            if own.ranks != ranks and not (self.batches and set(own.ranks) <= set(ranks)):  # or slices of some of them
+            axis, ranks = self.placement.axis, self.axis.ranks
+            if axis.ranks != ranks and not (
+                self.batches and set(axis.ranks) <= set(ranks)
+            ):  # or slices of some of them
                 raise ComposeError(
                     "a placement is of another axis than its dimension",
                     where=f"station 'topology', {self!r}",
-                    got=f"{type(self.placement).__name__}.axis: {own.name!r}",
+                    got=f"{type(self.placement).__name__}.axis: {axis.name!r}",
                     want=repr(self.axis.name),
                 )
 
@@ -149,33 +151,39 @@ class Dimensions:
                 got=repr(other),
                 want=", ".join(map(repr, ROLES)),
             )
-        given = tuple(sorted(dimensions, key=lambda one: ROLES.index(one.role)))
-        sequence = _joined([one.axis for one in given if one.role == "sequence" and one.axis is not None])
-        entries = tuple(one for one in given if not _is_inside(one, given))
+        ordered = tuple(sorted(dimensions, key=lambda one: ROLES.index(one.role)))
+        sequence = _joined([one.axis for one in ordered if one.role == "sequence" and one.axis is not None])
+        entries = tuple(one for one in ordered if not _is_inside(one, ordered))
         real = [(one.axis, one.role) for one in entries if one.axis is not None]
         everyone = _joined([axis for axis, _ in real])
         data, local = (_joined([axis for axis, role in real if role in want]) for want in (PASSING, ("local",)))
         if local is None:
             data = everyone if data == everyone else data  # one message reaches both
-            return cls(entries, everyone, data, None, everyone, data, sequence, given)
+            return cls(entries, everyone, data, None, everyone, data, sequence, ordered)
         group = _joined([axis for axis, role in real if role != "local"])
         peers = _joined([axis for axis, role in real if role in ("local", *PASSING)])
-        return cls(entries, everyone, data, local, group, peers, sequence, given)
+        return cls(entries, everyone, data, local, group, peers, sequence, ordered)
 
     @functools.cached_property
     def owned(self) -> list[tuple[Axis, Placement]]:
         """The axes along which ranks hold different parameters, whole ones."""
-        return [(one.axis, one.placement) for one in self.entries if one.axis is not None and one.placement.owns]
+        return [
+            (entry.axis, entry.placement) for entry in self.entries if entry.axis is not None and entry.placement.owns
+        ]
 
     @functools.cached_property
     def differing(self) -> list[tuple[Axis, Placement]]:
         """The axes along which ranks hold different parameters, or pieces of them."""
-        return [(one.axis, one.placement) for one in self.entries if one.axis is not None and one.placement.differs]
+        return [
+            (entry.axis, entry.placement)
+            for entry in self.entries
+            if entry.axis is not None and entry.placement.differs
+        ]
 
     @functools.cached_property
     def split(self) -> tuple[Axis, ...]:
         """The axes over which what the optimizer gets is split."""
-        return tuple(axis for one in self.entries for axis in one.placement.split)
+        return tuple(axis for entry in self.entries for axis in entry.placement.split)
 
     @functools.cached_property
     def coordinates(self) -> tuple[int, ...]:
@@ -188,9 +196,9 @@ class Dimensions:
     def repeats(self) -> tuple[int, int]:
         """Of the ranks that compute the same losses, which one this is, and how many they are: the first's count."""
         index, count = 0, 1
-        for one in self.entries:
-            if one.repeats and one.axis is not None:
-                index, count = index * one.axis.size + one.axis.index, count * one.axis.size
+        for entry in self.entries:
+            if entry.repeats and entry.axis is not None:
+                index, count = index * entry.axis.size + entry.axis.index, count * entry.axis.size
         return index, count
 
     @functools.cached_property
@@ -200,8 +208,10 @@ class Dimensions:
 
     def repeated(self, names: Sequence[str]) -> frozenset[str]:
         """Return those parameters of which another rank that computes the same losses has the same elements."""
-        others = [one.placement for one in self.entries if one.repeats and one.axis is not None and one.axis.index]
-        return frozenset(n for n in names if any(not isinstance(one.lies(n), SplitDim) for one in others))
+        others = [
+            entry.placement for entry in self.entries if entry.repeats and entry.axis is not None and entry.axis.index
+        ]
+        return frozenset(n for n in names if any(not isinstance(entry.lies(n), SplitDim) for entry in others))
 
     @functools.cached_property
     def share_of_batch(self) -> tuple[int, int]:
@@ -242,7 +252,7 @@ class Dimensions:
     @property
     def slice(self) -> int:
         """Which slice of every flat bucket this rank holds."""
-        return next((i for one in self.entries if (i := one.placement.slice) is not None), 0)
+        return next((i for entry in self.entries if (i := entry.placement.slice) is not None), 0)
 
     @property
     def pieces(self) -> bool:
@@ -254,7 +264,7 @@ class Dimensions:
 
         See `Placement.copies`.
         """
-        return [one.placement.copies(name, sliced=sliced) for one in self.entries]
+        return [entry.placement.copies(name, sliced=sliced) for entry in self.entries]
 
     def terms(self, name: str) -> tuple[int, int, bool]:
         """Of the ranks whose gradients of a parameter add up to its gradient, which one this is, and how many.
@@ -263,7 +273,9 @@ class Dimensions:
         the last value says whether this rank is the first of those.
         """
         index, count, first = 0, 1, True
-        for axis, lies in ((one.axis, one.placement.lies(name)) for one in self.entries if one.axis is not None):
+        for axis, lies in (
+            (entry.axis, entry.placement.lies(name)) for entry in self.entries if entry.axis is not None
+        ):
             if lies == Replicated("same"):
                 first = first and axis.index == 0
                 continue
@@ -277,15 +289,17 @@ class Dimensions:
 
         A piece of several parts has several ranges along a dim. None where this rank holds all of it.
         """
-        cuts = [(axis, lies) for axis, one in self.differing if isinstance(lies := one.lies(name), SplitDim)]
+        cuts = [
+            (axis, lies) for axis, placement in self.differing if isinstance(lies := placement.lies(name), SplitDim)
+        ]
         if not cuts:
             return None
         whole = list(shape)
         ranges: list[tuple[Range, ...]] = [((0, n),) for n in shape]
         for axis, lies in reversed(cuts):
-            dim, held = lies.dim, ranges[lies.dim]
+            dim, range_ = lies.dim, ranges[lies.dim]
             whole[dim] = lies.whole(whole[dim], axis.size)
-            ranges[dim] = _ranges_of(lies.ranges(whole[dim], axis.size, axis.index), held)
+            ranges[dim] = _ranges_of(lies.ranges(whole[dim], axis.size, axis.index), range_)
         return tuple(whole), tuple(ranges)
 
     def extremes(self, name: str, shape: Sequence[int]) -> tuple[int, int]:
@@ -293,12 +307,12 @@ class Dimensions:
 
         The first ranks have the largest pieces, the last ones the smallest.
         """
-        found = self.cells(name, shape)
-        if found is None:
+        cells = self.cells(name, shape)
+        if cells is None:
             return math.prod(shape), math.prod(shape)
-        least, most = list(found[0]), list(found[0])
-        for axis, one in self.differing:
-            if isinstance(lies := one.lies(name), SplitDim):
+        least, most = list(cells[0]), list(cells[0])
+        for axis, placement in self.differing:
+            if isinstance(lies := placement.lies(name), SplitDim):
                 for sizes, index in ((least, axis.size - 1), (most, 0)):
                     sizes[lies.dim] = sum(n for _, n in lies.ranges(sizes[lies.dim], axis.size, index))
         return math.prod(least), math.prod(most)
@@ -310,23 +324,23 @@ class Dimensions:
 
     def names(self, names: Sequence[str]) -> Sequence[str]:
         """Return the names of all parameters, given those that this rank holds."""
-        for one in self.entries:
-            names = one.placement.names(names)
+        for entry in self.entries:
+            names = entry.placement.names(names)
         return names
 
     def shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return the whole shapes of all parameters by name, given those of the ones that this rank holds."""
-        for one in reversed(self.entries):
-            shapes = one.placement.shapes(shapes)
+        for entry in reversed(self.entries):
+            shapes = entry.placement.shapes(shapes)
         return shapes
 
     def holds(self, name: str) -> bool:
         """Say whether this rank holds a parameter, or a buffer."""
-        return all(one.placement.holds(name) for one in self.entries)
+        return all(entry.placement.holds(name) for entry in self.entries)
 
     def kind(self, name: str) -> Hashable:
         """Return what a parameter may share a bucket with: others of this kind."""
-        return tuple(one.kind(name) for one in self.entries)
+        return tuple(entry.kind(name) for entry in self.entries)
 
     def share(self, name: str, x: Tensor) -> None:
         """Give a new parameter the values that it has on the first of the ranks that hold it, in place."""
@@ -343,9 +357,9 @@ class Dimensions:
         """Return the part of a tree of whole parameters that this rank holds."""
         if not self.differing:
             return whole
-        held = {name: x for name, x in tree.paths(whole).items() if self.holds(name)}
-        held = {name: self.cut(name, x) if isinstance(x, Tensor) else x for name, x in held.items()}
-        return held if self.owned else tree.flatten(whole)[1](list(held.values()))
+        params = {name: x for name, x in tree.paths(whole).items() if self.holds(name)}
+        params = {name: self.cut(name, x) if isinstance(x, Tensor) else x for name, x in params.items()}
+        return params if self.owned else tree.flatten(whole)[1](list(params.values()))
 
     def add_up(
         self, grads: Sequence[Tensor], segments: Sequence[Sequence[Segment]], *, summed: bool = True
@@ -363,14 +377,16 @@ class Dimensions:
                 if name is not None:
                     placement.add_up(name, grad)
         counted = [True] * len(firsts)
-        for one in self.entries if summed else (one for one in self.entries if not one.batches):
-            counted = [a and b for a, b in zip(counted, one.placement.counts(firsts), strict=True)]
+        for entry in self.entries if summed else (entry for entry in self.entries if not entry.batches):
+            counted = [a and b for a, b in zip(counted, entry.placement.counts(firsts), strict=True)]
         return counted
 
     def is_late(self, name: str) -> bool:
         """Say whether other ranks add to the gradient of a parameter after backward; see `add_up`."""
-        every = [placement.lies(name) for _, placement in self.differing]
-        return any(one == Replicated("sum") or (isinstance(one, Owned) and len(one.ranks) > 1) for one in every)
+        layouts = [placement.lies(name) for _, placement in self.differing]
+        return any(
+            layout == Replicated("sum") or (isinstance(layout, Owned) and len(layout.ranks) > 1) for layout in layouts
+        )
 
     def collect(self, held: Any) -> Any:
         """Return a tree of all whole parameters, or buffers, on every rank, given what each holds."""
@@ -394,15 +410,15 @@ def _is_inside(one: Dimension, entries: Sequence[Dimension]) -> bool:
 
 def _ranges_of(own: Sequence[Range], inside: Sequence[Range]) -> tuple[Range, ...]:
     """Return what is `inside`, as ranges along the dim of which `own` are put together to that."""
-    found: list[Range] = []
+    ranges: list[Range] = []
     at = 0
     for first, n in own:
         for low, length in inside:
             start, end = max(low, at), min(low + length, at + n)
             if start < end:
-                found.append((first + start - at, end - start))
+                ranges.append((first + start - at, end - start))
         at += n
-    return tuple(found)
+    return tuple(ranges)
 
 
 def _joined(axes: list[Axis]) -> Axis | None:

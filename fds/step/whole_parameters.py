@@ -24,10 +24,10 @@ class Piece:
 
     def whole(self, x: Tensor) -> Tensor:
         """Return the whole of which every rank has a piece; all of them call this."""
-        found = {self.name: x.view(self.shape)}
+        by_name = {self.name: x.view(self.shape)}
         for placement in reversed(self.placements):
-            found = placement.collect(found)
-        return found[self.name]
+            by_name = placement.collect(by_name)
+        return by_name[self.name]
 
     def cut(self, x: Tensor) -> Tensor:
         """Return this rank's piece of a whole."""
@@ -64,7 +64,7 @@ def with_pieces(segments: list[list[Segment]], optimizer: Optimizer, dimensions:
     """Return segments that know which pieces they are, those of which an optimizer needs the whole."""
     if not dimensions.pieces:
         return segments
-    return [[_known(s, dimensions) if optimizer.needs_whole(s.name) else s for s in some] for some in segments]
+    return [[_known(s, dimensions) if optimizer.needs_whole(s.name) else s for s in inside] for inside in segments]
 
 
 def _known(segment: Segment, dimensions: Dimensions) -> Segment:

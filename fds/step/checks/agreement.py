@@ -177,8 +177,8 @@ def spelled(value: Any, inside: tuple[int, ...] = ()) -> str:
         parts = [part for part in _function_parts(value) if part]
         return f"{value.__module__}.{value.__qualname__}{again(parts) if parts else ''}"
     if attrs.has(tree.class_of(value)):
-        given = {f.name: getattr(value, f.name) for f in attrs.fields(tree.class_of(value)) if f.init}
-        return f"{_class_name(value)}({again(given)})"
+        arguments = {f.name: getattr(value, f.name) for f in attrs.fields(tree.class_of(value)) if f.init}
+        return f"{_class_name(value)}({again(arguments)})"
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     plain = {name: x for name, x in getattr(value, "__dict__", {}).items() if isinstance(x, numbers.Number)}

@@ -130,8 +130,8 @@ def remembered(found: Any, given: Any, one: Any, station: str = "after") -> Any:
     """Return a slot as a filler of `after`, or a memory, returned it. Raises `ComposeError` for another structure."""
     if found is given:
         return found
-    (new, spec), (old, known) = tree.parts(found), tree.parts(given)
-    if spec != known:
+    (new, spec), (old, old_spec) = tree.parts(found), tree.parts(given)
+    if spec != old_spec:
         raise _broken(station, one, in_words(found), f"the slot {one.slot!r}, of the structure that it has")
     _alike(station, one, new, old, dtypes=True)
     return found

@@ -158,8 +158,8 @@ def form(station: str, value: Any, held: object) -> None:
         loss(station, value)
     if station == "topology" and not takes(1)(value.placement.lies):
         raise _misshapen(f"station {station!r}", value.placement, "lies", "(name) -> SplitDim, Replicated or Owned")
-    for one in attrs.fields(kind) if attrs.has(kind) and isinstance(value, kind) else ():
-        field(station, one.name, getattr(value, one.name))
+    for attribute in attrs.fields(kind) if attrs.has(kind) and isinstance(value, kind) else ():
+        field(station, attribute.name, getattr(value, attribute.name))
 
 
 def field(station: str, name: str, value: Any) -> None:
@@ -209,11 +209,11 @@ def _check_methods(where: str, value: Any, methods: dict[str, str]) -> None:
 
 def _signature_of(value: Any, method: str) -> str:
     """Return a method as text: its class, its name and its arguments."""
-    own, name = getattr(value, method, None), f"{type(value).__name__}.{method}"
-    if not callable(own):
+    function, name = getattr(value, method, None), f"{type(value).__name__}.{method}"
+    if not callable(function):
         return f"{type(value).__name__} without {method}"
     try:
-        return f"{name}{inspect.signature(own)}"
+        return f"{name}{inspect.signature(function)}"
     except (TypeError, ValueError):
         return name
 
@@ -226,7 +226,7 @@ def _as_field(station: str, value: object, kind: type) -> str:
         guess = "transport"
     elif any(hasattr(value, method) for method in _METHODS):
         guess = "residency"
-    fields = [one.name for one in attrs.fields(kind)]
+    fields = [attribute.name for attribute in attrs.fields(kind)]
     text = f"{type(value).__name__}(...)" if repr(value).startswith("<") else repr(value)
     return f"{station}={{{guess!r}: {text}}}" if guess in fields else f"the fields are {', '.join(fields)}"
 

@@ -139,7 +139,7 @@ def same_slots(state: State, opt: Mapping[str, Slot], devices: Sequence[torch.de
 
     Raises `StateError` where one has not the shape, the dtype or the device of its part; without `devices` any will do.
     """
-    found: list[Tensor] = []
+    leaves: list[Tensor] = []
     for slot, want in opt.items():
         named = state.opt[slot]
         values = list(named.values()) if tuple(named) == want.names else [named[name] for name in want.names]
@@ -149,8 +149,8 @@ def same_slots(state: State, opt: Mapping[str, Slot], devices: Sequence[torch.de
             wanted = zip(want.names, values, want.shapes, want.dtypes, at, strict=True)
             for name, x, shape, dtype, device in wanted:
                 _check_kind(f"opt.{slot}.{name}", x, shape, dtype, device)
-        found += values
-    return found
+        leaves += values
+    return leaves
 
 
 def same_kinds(where: str, got: Any, want: Any) -> None:
@@ -214,7 +214,7 @@ def intact(looked: dict[str, list[str]], at: str, *, by: str = "the loss", **hel
     Writing through `.data` does not change the version of a tensor, so values are compared the first time that this
     runs `at` a place, which is then recorded in `looked`.
     """
-    given = [x for one in held.values() for x in tree.leaves(one)]
+    given = [x for tree_ in held.values() for x in tree.leaves(tree_)]
     try:
         versions = list(map(tree.version_of, given))
     except (TypeError, RuntimeError):  # not a tensor, or an inference tensor, which has no version counter

@@ -201,9 +201,9 @@ def same_memory(x: Tensor, y: Tensor) -> bool:
 
 def _counted_alone() -> int:
     leaves = [torch.empty(1)]
-    known = KnownMemory.of(leaves, None)
+    memory = KnownMemory.of(leaves, None)
     count = next(map(sys.getrefcount, leaves))
-    del known
+    del memory
     return count
 
 

@@ -84,9 +84,9 @@ def _planned(residency: Residency, structure: Structure) -> list[Chunk]:
     sizes = [structure.shapes[i].numel() for i in structure.trained]
     if not is_separate(structure.optimizer):
         return [[(i, 0, n) for i, n in enumerate(sizes)]] if sizes else []
-    found = residency.chunks(structure)
+    returned = residency.chunks(structure)
     try:
-        chunks = [[_piece_of(x, sizes) for x in chunk] for chunk in found]
+        chunks = [[_piece_of(x, sizes) for x in chunk] for chunk in returned]
     except (TypeError, ValueError, IndexError):
         chunks = []
     if not _covers(chunks, sizes):
@@ -94,7 +94,7 @@ def _planned(residency: Residency, structure: Structure) -> list[Chunk]:
         raise broken(
             residency,
             "chunks",
-            repr(found)[:200],
+            repr(returned)[:200],
             f"{want}, or its pieces (index, start, end) cut at multiples of {CUT}",
         )
     whole = [not (inside and structure.optimizer.is_elementwise(inside[0].name)) for inside in structure.segments]
@@ -166,17 +166,17 @@ def may_leave(structure: Structure, communicates: bool, some: list[int]) -> list
     if optimizer.draws or not (optimizer.separate or len(some) == len(names)):
         return [False] * len(names)
     alone = [not communicates or bool(name and optimizer.is_elementwise(name)) for name in names]
-    return [i in some and one for i, one in enumerate(alone)]
+    return [i in some and may for i, may in enumerate(alone)]
 
 
 def with_frozen(structure: Structure, chunks: Sequence[list[Piece]]) -> list[list[Piece]]:
     """Return chunks of all parts of the parameters, by their indices: those of an update, then the frozen parts."""
-    found = [[attrs.evolve(x, index=structure.trained[x.index]) for x in chunk] for chunk in chunks]
+    with_all = [[attrs.evolve(x, index=structure.trained[x.index]) for x in chunk] for chunk in chunks]
     for i in sorted(set(range(len(structure.held))) - set(structure.trained)):
         n = structure.shapes[i].numel()
         ends = [(start, min(start + AT_ONCE, n)) for start in range(0, max(n, 1), AT_ONCE)]
-        found += [[Piece(i, start, end, len(ends) == 1, [])] for start, end in ends]
-    return found
+        with_all += [[Piece(i, start, end, len(ends) == 1, [])] for start, end in ends]
+    return with_all
 
 
 def chunk_bytes(sizes: Sequence[int], lengths: Sequence[int], chunks: Sequence[list[Piece]]) -> int:
@@ -200,10 +200,10 @@ def first_opt(
     """
     if READ.isdisjoint(residency.kinds) or any(x.is_meta for x in flat):
         return first_slots(structure.optimizer, structure.segments, list(flat))
-    found: dict[str, list[Tensor | None]] = {slot: [None] * len(flat) for slot in structure.opt}
+    opt: dict[str, list[Tensor | None]] = {slot: [None] * len(flat) for slot in structure.opt}
     for chunk in chunks_of(residency, structure):
-        _fill(found, residency, structure, chunk, flat, device)
-    return found
+        _fill(opt, residency, structure, chunk, flat, device)
+    return opt
 
 
 def _fill(
@@ -256,10 +256,10 @@ def blank_opt(
                 leaf = found[slot][i]
                 if leaf is not None and values is not None:
                     pieces = values.split_with_sizes([end - at for at, end in gaps])
-                    one = resident(structure, "opt", structure.trained[i])
-                    held = is_held(residency, one, leaf.numel())
+                    home = resident(structure, "opt", structure.trained[i])
+                    is_elsewhere = is_held(residency, home, leaf.numel())
                     for (at, end), piece in zip(gaps, pieces, strict=True):
-                        put(residency, piece, leaf[at:end], held)
+                        put(residency, piece, leaf[at:end], is_elsewhere)
     return found
 
 

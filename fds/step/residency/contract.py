@@ -147,10 +147,10 @@ def is_held(residency: Residency, leaf: Resident | None, numel: int) -> bool:
     """
     if leaf is None or not numel or leaf.kind not in residency.kinds:
         return False
-    found = residency.holds(leaf)
-    if not is_a(found, bool):
-        raise broken(residency, f"holds({leaf})", in_words(found), "True or False")
-    return found
+    holds = residency.holds(leaf)
+    if not is_a(holds, bool):
+        raise broken(residency, f"holds({leaf})", in_words(holds), "True or False")
+    return holds
 
 
 def made(residency: Residency, x: Tensor, leaf: Resident | None, device: torch.device | None = None) -> Tensor:
@@ -163,30 +163,30 @@ def made(residency: Residency, x: Tensor, leaf: Resident | None, device: torch.d
     if leaf is None or not is_held(residency, leaf, x.numel()):
         return torch.empty(x.shape, dtype=x.dtype, device=x.device if device is None else device)
     like = x if device is None else torch.empty((), dtype=x.dtype, device=device).expand(x.shape)
-    found = residency.make(like, leaf)
-    same = is_a(found, Tensor) and (found.shape, found.dtype) == (x.shape, x.dtype) and found.is_contiguous()
-    if not same or found.is_meta:
-        raise broken(residency, f"make(x, {leaf})", in_words(found), f"contiguous memory {tuple(x.shape)} {x.dtype}")
-    if leaf.in_place and found.device != like.device:
+    memory = residency.make(like, leaf)
+    same = is_a(memory, Tensor) and (memory.shape, memory.dtype) == (x.shape, x.dtype) and memory.is_contiguous()
+    if not same or memory.is_meta:
+        raise broken(residency, f"make(x, {leaf})", in_words(memory), f"contiguous memory {tuple(x.shape)} {x.dtype}")
+    if leaf.in_place and memory.device != like.device:
         want = f"{in_words(like)}: it follows an update all at once"
-        raise broken(residency, f"make(x, {leaf})", in_words(found), want)
-    return found.detach()
+        raise broken(residency, f"make(x, {leaf})", in_words(memory), want)
+    return memory.detach()
 
 
 def check_apart(residency: Residency, made: Iterable[Tensor], held: Iterable[Tensor] = ()) -> None:
     """Raise `ComposeError` where memory that a residency made is that of another leaf, one that it made or `held`."""
     both = [(x, True) for x in made] + [(x, False) for x in held]
-    places = [(str(x.device), x.data_ptr(), x.nbytes, own) for x, own in both if x.numel() and not x.is_meta]
+    places = [(str(x.device), x.data_ptr(), x.nbytes, is_made) for x, is_made in both if x.numel() and not x.is_meta]
     ends: dict[tuple[str, bool], int] = {}
-    for device, start, size, own in sorted(places):
-        if start < max(ends.get((device, True), 0), own * ends.get((device, False), 0)):
+    for device, start, size, is_made in sorted(places):
+        if start < max(ends.get((device, True), 0), is_made * ends.get((device, False), 0)):
             raise broken(
                 residency,
                 "make(x, leaf)",
                 "memory that another leaf has",
                 "memory of its own for each leaf, which nobody else holds",
             )
-        ends[device, own] = max(ends.get((device, own), 0), start + size)
+        ends[device, is_made] = max(ends.get((device, is_made), 0), start + size)
 
 
 def text_of(residency: Residency) -> str:
@@ -263,8 +263,8 @@ class Deferred:
         begun = self._tried(lambda: waiting(self.residency, "read", self.residency.read(old, device)))
 
         def wait() -> list[Tensor]:
-            found = None if begun is None else self._tried(begun)
-            return [torch.zeros(x.shape, dtype=x.dtype, device=device) for x in old] if found is None else found
+            copies = None if begun is None else self._tried(begun)
+            return [torch.zeros(x.shape, dtype=x.dtype, device=device) for x in old] if copies is None else copies
 
         return wait
 

@@ -130,7 +130,7 @@ class Early(InChunks):
         old = [leaves[i] for i in index]
         tensors, buffers = pooled(lives, self.step.runtime.ahead, index, old, (held.structure, lives.device), leaves)
         parts = (tensors, buffers.flat, [x.reshape(-1) for x in old])
-        return Apart(*(dict(zip(index, some, strict=True)) for some in parts))
+        return Apart(*(dict(zip(index, by_index, strict=True)) for by_index in parts))
 
     def _chunks_ahead(self) -> list[Chunk]:
         """Return the chunks that are updated ahead, in the order in which backward completes them."""
@@ -139,8 +139,8 @@ class Early(InChunks):
         count = n + sum(len(want.names) for want in structure.opt.values())
 
         def columns(leaves: dict[int, Tensor]) -> list[Column]:
-            every: list[Tensor | None] = [leaves.get(i) for i in range(count)]
-            return [every[:n], *structure.align(every[n:]).values()]
+            leaves_or_none: list[Tensor | None] = [leaves.get(i) for i in range(count)]
+            return [leaves_or_none[:n], *structure.align(leaves_or_none[n:]).values()]
 
         new, old = columns(self.apart.flat), columns(self.apart.old)
         return chunks_of_leaves(self.lives, new, old, self.step.chunks(structure), ahead=True)[::-1]
@@ -162,7 +162,7 @@ def check_speculation(conditions: Sequence[Any], optimizer: Optimizer, *, in_tur
         in_turn: whether microbatches run one after another.
         communicates: whether ranks hold slices, about which an optimizer that is not elementwise asks them.
     """
-    changing = next((one for one in conditions if getattr(one, "needs", None) != "norm"), None)
+    changing = next((map_ for map_ in conditions if getattr(map_, "needs", None) != "norm"), None)
     if changing is not None:
         got = getattr(changing, "__name__", None) or repr(changing)
         raise _refused("gradients are changed once all are there", got, "maps of the norm, as clip_by_global_norm")

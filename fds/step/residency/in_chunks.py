@@ -124,12 +124,12 @@ class InChunks(AtOnce):
         """
         setup, structure, dimensions = self.setup, self.setup.held.structure, self.step.dimensions
         optimizer, slots = structure.optimizer, list(structure.opt)
-        given = {"step": setup.state.step, "grad_scale": scale, "skip": skip, "axes": dimensions.split}
+        arguments = {"step": setup.state.step, "grad_scale": scale, "skip": skip, "axes": dimensions.split}
         given_on: dict[torch.device, dict[str, Any]] = {}
 
         def run(pieces: list[Piece], grads: list[Tensor], columns: list[Column], device: torch.device) -> list[Column]:
             if device not in given_on:
-                moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
+                moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
                 given_on[device] = moved | optimizer.given(setup.values.to(device))
             if divisor is not None:
                 for x in grads:
@@ -150,9 +150,9 @@ class InChunks(AtOnce):
 
     def follow(self, slots: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return parameters and slots of the next state; raise what failed on the way there, on every rank."""
-        found = super().follow(slots)
+        followed = super().follow(slots)
         hear(self.setup.residency, self.step.everyone)
-        return found
+        return followed
 
     def slot_after(self, rule: After, slot: Any, params: Any, call: Call) -> Any:
         """Return what a slot becomes that follows the update: at once, or in the chunks of that."""

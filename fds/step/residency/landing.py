@@ -55,9 +55,9 @@ class Landing:
         told: Tell | None = None,
     ) -> Landing:
         """Return the landing of sums in these `dtypes`, of which some are `held` elsewhere, in memory of a pool."""
-        some = [k for k, one in enumerate(held) if one]
-        parts, shapes = [structure.trained[k] for k in some], structure.shapes
-        likes = [torch.empty((), dtype=dtypes[k], device=device).expand(shapes[structure.trained[k]]) for k in some]
+        slices = [k for k, is_elsewhere in enumerate(held) if is_elsewhere]
+        parts, shapes = [structure.trained[k] for k in slices], structure.shapes
+        likes = [torch.empty((), dtype=dtypes[k], device=device).expand(shapes[structure.trained[k]]) for k in slices]
         fresh: list[Tensor] = []
 
         def make(j: int, x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Landing:
         if fresh:
             check_apart(residency, memory)
         wide = torch.float64 in dtypes
-        leaves = dict(zip(some, memory, strict=True))
+        leaves = dict(zip(slices, memory, strict=True))
         dtype = torch.float64 if wide or device.type == "cuda" else torch.float32
         return cls(residency, device, leaves, late, dtype, wide, told)
 

@@ -35,8 +35,8 @@ def resident_at(structure: Structure, path: str, after: Iterable[str], in_pieces
         return None
     ends = (".".join(words[i:]) for i in range(kind != "params", len(words)))
     part = next((structure.parts[name] for name in ends if name in structure.parts), None)
-    found = Resident(kind, (), 0, 1) if part is None else resident(structure, kind, part)
-    return attrs.evolve(found, in_place=kind == "slots" and words[0] not in in_pieces)
+    leaf = Resident(kind, (), 0, 1) if part is None else resident(structure, kind, part)
+    return attrs.evolve(leaf, in_place=kind == "slots" and words[0] not in in_pieces)
 
 
 def settled(residency: Residency, x: Tensor, leaf: Resident | None, device: torch.device | None = None) -> Tensor:
@@ -170,8 +170,8 @@ class Lives:
         slices = [place[leaf.index] for leaf in (*params, *opt)]  # of every leaf that an optimizer writes
         leaving: list[bool] = [False] * len(params)
         if residency.updates_on == "host" and device.type != "cpu":
-            held = {i for i, medium in zip(slices, media, strict=False) if medium != "device"}
-            leaving = may_leave(sorted(held))
+            away = {i for i, medium in zip(slices, media, strict=False) if medium != "device"}
+            leaving = may_leave(sorted(away))
         ways = [way_to(media[k], leaving[i], device) for k, i in enumerate(slices)]
         ahead: list[bool] = [False] * len(params)
         if speculate:
@@ -182,8 +182,8 @@ class Lives:
         following = {name: cls._after(residency, structure, slots[name], device) for name in in_pieces}
         following = {name: one for name, one in following.items() if one is not None}
         for name in dict.fromkeys(after):
-            known = following.get(name)
-            placed += [True] * len(tree.leaves(slots[name])) if known is None else known.placed
+            slot_lives = following.get(name)
+            placed += [True] * len(tree.leaves(slots[name])) if slot_lives is None else slot_lives.placed
         columns = [list[str | None](ways[: len(params)]), *structure.align(ways[len(params) :]).values()]
         summed = [
             home_of(residency, resident(structure, "gradients", i), n)
@@ -246,8 +246,8 @@ class Lives:
 
     def make(self, i: int, x: Tensor) -> Tensor:
         """Return memory for the new leaf, as for one of the device."""
-        held = self.media[i] != "device"
-        return made(self.residency, x, self.leaves[i], self.device if held else None)
+        is_elsewhere = self.media[i] != "device"
+        return made(self.residency, x, self.leaves[i], self.device if is_elsewhere else None)
 
     def copy(self, i: int, x: Tensor) -> Tensor:
         """Return a contiguous copy of the leaf in memory of its own, where it lives."""
@@ -309,17 +309,17 @@ class Masters:
         if not self.elsewhere:
             return self.parts if dtypes is None else foreach.cast(self.parts, dtypes)
         wanted = [x.dtype for x in self.parts] if dtypes is None else list(dtypes)
-        found = [x for i, x in enumerate(self.parts) if i not in self.elsewhere]
-        here = iter(foreach.cast(found, [x for i, x in enumerate(wanted) if i not in self.elsewhere]))
-        found = [x if i in self.elsewhere else next(here) for i, x in enumerate(self.parts)]
+        params = [x for i, x in enumerate(self.parts) if i not in self.elsewhere]
+        here = iter(foreach.cast(params, [x for i, x in enumerate(wanted) if i not in self.elsewhere]))
+        params = [x if i in self.elsewhere else next(here) for i, x in enumerate(self.parts)]
 
         def use(group: Sequence[int], read: list[Tensor]) -> None:
             for i, x in zip(group, read, strict=True):
-                found[i] = torch.empty(self.parts[i].shape, dtype=wanted[i], device=self.device)
-                found[i].view(-1).copy_(x)
+                params[i] = torch.empty(self.parts[i].shape, dtype=wanted[i], device=self.device)
+                params[i].view(-1).copy_(x)
 
         in_turn(groups(self.elsewhere, [x.nbytes for x in self.parts]), self.read, use)
-        return found
+        return params
 
 
 def elsewhere(residency: Residency, structure: Structure, device: torch.device) -> frozenset[int]:
@@ -337,12 +337,12 @@ def elsewhere(residency: Residency, structure: Structure, device: torch.device) 
 
 def groups(indices: frozenset[int], sizes: Sequence[int]) -> list[list[int]]:
     """Return indices in groups that are read together, each of at most `MOST_BYTES` or of one; `sizes` are of all."""
-    found: list[list[int]] = []
+    grouped: list[list[int]] = []
     for i in sorted(indices):
-        if not found or sum(sizes[j] for j in found[-1]) + sizes[i] > MOST_BYTES:
-            found.append([])
-        found[-1].append(i)
-    return found
+        if not grouped or sum(sizes[j] for j in grouped[-1]) + sizes[i] > MOST_BYTES:
+            grouped.append([])
+        grouped[-1].append(i)
+    return grouped
 
 
 def in_turn(

@@ -128,7 +128,7 @@ class Chunk:
     @property
     def in_place(self) -> bool:
         """Whether the update writes into leaves that the old state may have too."""
-        leaves = sum(x is not None for some in self.new for x in some)
+        leaves = sum(x is not None for column in self.new for x in column)
         return not self.apart and sum(len(places) for _, places, _ in self.copied) < leaves
 
     def read(self) -> Read:
@@ -137,22 +137,22 @@ class Chunk:
 
     def take(self, grads: Mapping[int, Tensor]) -> Read:
         """Begin to read gradients; return the function that waits, and returns the copies by reader."""
-        given = ((by, [self.pieces[r] for r in rows]) for by, rows in self.given)
-        return _reading([(by, [x.cut(grads[x.index].view(-1)) for x in some]) for by, some in given], self.device)
+        readers = ((by, [self.pieces[r] for r in rows]) for by, rows in self.given)
+        return _reading([(by, [x.cut(grads[x.index].view(-1)) for x in pieces]) for by, pieces in readers], self.device)
 
     def gradients(self, grads: Mapping[int, Tensor], taken: list[list[Tensor]]) -> list[Tensor]:
         """Return the gradients for the optimizer, which may write into them."""
-        found = [x.cut(grads[x.index]) for x in self.pieces]
-        for (_, rows), some in zip(self.given, taken, strict=True):
-            for row, x in zip(rows, some, strict=True):
-                found[row] = x
-        return found
+        gradients = [x.cut(grads[x.index]) for x in self.pieces]
+        for (_, rows), copies in zip(self.given, taken, strict=True):
+            for row, x in zip(rows, copies, strict=True):
+                gradients[row] = x
+        return gradients
 
     def worked(self, read: list[list[Tensor]]) -> list[Column]:
         """Return the columns for the optimizer to write into."""
         columns = [list(column) for column in self.new]
-        for (_, places, _), some in zip(self.copied, read, strict=True):
-            for (column, row), x in zip(places, some, strict=True):
+        for (_, places, _), copies in zip(self.copied, read, strict=True):
+            for (column, row), x in zip(places, copies, strict=True):
                 columns[column][row] = x
         for new, old in self.kept:
             new.copy_(old)
@@ -185,8 +185,8 @@ def chunks_of_leaves(
         chunks: the slices, or pieces of them, that are updated together.
         ahead: which of these.
     """
-    found = ([x for x in pieces if lives.ahead[x.index] is ahead] for pieces in chunks)
-    return list(itertools.chain.from_iterable(_chunks(lives, new, old, pieces, apart=ahead) for pieces in found))
+    selected = ([x for x in pieces if lives.ahead[x.index] is ahead] for pieces in chunks)
+    return list(itertools.chain.from_iterable(_chunks(lives, new, old, pieces, apart=ahead) for pieces in selected))
 
 
 def _chunks(
@@ -237,9 +237,9 @@ def _together(waits: list[Callable[[], Any]]) -> Callable[[], list[Any]]:
     def wait() -> list[Any]:
         done: list[Any] = []
         failed: list[BaseException] = []
-        for one in waits:
+        for wait_for_one in waits:
             try:
-                done.append(one())
+                done.append(wait_for_one())
             except BaseException as error:
                 failed.append(error)
         if failed:

@@ -66,7 +66,7 @@ class Bucketed:
         self.given = list(leaves)  # in the order of the structure's trained names
         self.leaves = {i: [leaves[k] for k in members] for i, members in structure.members.items()}
         self.device = leaves[0].device if leaves else torch.device("cpu")
-        self.dtypes = {i: dtype or held[0].dtype for i, held in self.leaves.items()}  # of the sums
+        self.dtypes = {i: dtype or leaves_[0].dtype for i, leaves_ in self.leaves.items()}  # of the sums
         self.reduce_dtype = reduce_dtype
         self.predivide = predivide
         self.slices_state = shard.slices_state
@@ -330,8 +330,8 @@ class Bucketed:
 
     def _elsewhere(self, i: int) -> Landing | None:
         """Return where the sum of a bucket is written after every microbatch, None where it is in memory."""
-        held = self.landing is not None and self.each and self.index[i] in self.landing.leaves
-        return self.landing if held else None
+        is_there = self.landing is not None and self.each and self.index[i] in self.landing.leaves
+        return self.landing if is_there else None
 
     def _lands(self, i: int) -> bool:
         """Say whether nothing is to be added to a bucket that was reduced in the last microbatch."""
@@ -407,7 +407,7 @@ class Filling:
             self.filled.update(which)
             return
         views, more = [self.views[j] for j in which], [j in self.filled for j in which]
-        for write, some in ((foreach.copy_, [not one for one in more]), (foreach.add_, more)):
+        for write, some in ((foreach.copy_, [not is_more for is_more in more]), (foreach.add_, more)):
             if any(some):
                 write(list(compress(views, some)), list(compress(grads, some)))
         self.filled.update(which)

@@ -47,10 +47,10 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
         leaves = [*structure.pick(tree.leaves(state.params)), *tree.leaves(state.opt)]
         held["ahead"] = sum(x.nbytes for x, one in zip(leaves, lives.apart, strict=False) if one)
     if step.optimizer is not None and step.optimizer.phases is not None:
-        own = [leaf for leaf in structure.leaves.values() if leaf.trained]
-        held["kept"] = 4 * len(remembered(step.optimizer.phases)) * sum(leaf.numel for leaf in own)
+        trained_leaves = [leaf for leaf in structure.leaves.values() if leaf.trained]
+        held["kept"] = 4 * len(remembered(step.optimizer.phases)) * sum(leaf.numel for leaf in trained_leaves)
         if step.optimizer.phases.apart:
-            held["whole"] = sum(leaf.numel * leaf.dtype.itemsize for leaf in own)
+            held["whole"] = sum(leaf.numel * leaf.dtype.itemsize for leaf in trained_leaves)
     gather, shard, layout = step.gather, step.shard, structure.layout
     away = elsewhere(step.place.residency, structure, lives.device)
     if away and (read := _read(step, structure, away)):
@@ -136,13 +136,13 @@ def _chunks(step: Stations, structure: Structure, state: State) -> int:
             sizes[i] += x.nbytes if x is not None and way != "place" else 0
     lengths = [shape.numel() for shape in structure.shapes]
     chunks = chunks_of(step.place.residency, structure)
-    found = [chunk_bytes(sizes, structure.pick(lengths), chunks)]
-    for name, one in lives.after.items():
-        both = [[x.nbytes for x in structure.like_parts(some)] for some in (state.slots[name], state.params)]
-        ways = zip(*both, *one.ways, one.gradients, strict=True)
+    sizes_ = [chunk_bytes(sizes, structure.pick(lengths), chunks)]
+    for name, slot_lives in lives.after.items():
+        both = [[x.nbytes for x in structure.like_parts(tree_)] for tree_ in (state.slots[name], state.params)]
+        ways = zip(*both, *slot_lives.ways, slot_lives.gradients, strict=True)
         sizes = [x * (way != "place") + y * (read != "place") for x, y, way, read in ways]
-        found.append(chunk_bytes(sizes, lengths, with_frozen(structure, chunks)))
-    return max(found)
+        sizes_.append(chunk_bytes(sizes, lengths, with_frozen(structure, chunks)))
+    return max(sizes_)
 
 
 def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
@@ -241,14 +241,14 @@ def predicted(step: Stations, structure: Structure, state: State) -> tuple[Predi
     """
     if step.everyone is None:
         return ()
-    found: dict[MessageKind, PredictedMessages] = {}
-    for one in _all(step, structure, state, step.everyone):
-        if one.axis.size > 1 and one.count:
-            old = found.get(one.kind, PredictedMessages(one.kind, 0, 0))
-            buckets = old.buckets if one.bucket is None else (*old.buckets, one.bucket)
-            sums = old.count + one.count, old.bytes_sent + one.bytes_sent
-            found[one.kind] = PredictedMessages(one.kind, *sums, buckets, old.at_most or one.at_most)
-    return tuple(found.values())
+    messages: dict[MessageKind, PredictedMessages] = {}
+    for message in _all(step, structure, state, step.everyone):
+        if message.axis.size > 1 and message.count:
+            old = messages.get(message.kind, PredictedMessages(message.kind, 0, 0))
+            buckets = old.buckets if message.bucket is None else (*old.buckets, message.bucket)
+            sums = old.count + message.count, old.bytes_sent + message.bytes_sent
+            messages[message.kind] = PredictedMessages(message.kind, *sums, buckets, old.at_most or message.at_most)
+    return tuple(messages.values())
 
 
 def _all(step: Stations, structure: Structure, state: State, everyone: Axis) -> Iterator[Expected]:

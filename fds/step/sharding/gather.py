@@ -53,7 +53,7 @@ class Gather(Casts):
             for i in indices:
                 coming[i] = self.start(layout.buckets[i], i, masters, axis, memory(i))
                 departures.add(coming[i])
-            return {i: departures.arrive(one) for i, one in coming.items()}
+            return {i: departures.arrive(arriving) for i, arriving in coming.items()}
         finally:
             departures.give_up()
 

@@ -258,8 +258,8 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], read: Callable
             return read(x)
         return [plain(y) for y in x] if isinstance(x, _LISTS) else x
 
-    given = [read(x) if type(x) is Handle else x if type(x) in _SINGLE else plain(x) for x in args]
-    return func(*given, **{name: plain(x) for name, x in kwargs.items()}) if kwargs else func(*given)
+    arguments = [read(x) if type(x) is Handle else x if type(x) in _SINGLE else plain(x) for x in args]
+    return func(*arguments, **{name: plain(x) for name, x in kwargs.items()}) if kwargs else func(*arguments)
 
 
 def _check_unwritten(facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -279,8 +279,8 @@ def _views(p: Handle, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     """Return views of a handle, from those of its window, nothing gathered; None where a window cannot say it."""
     window = p.window
     key = (id(func), *[tuple(x) if type(x) is _LIST else x for x in args[1:]])
-    if not kwargs and (known := window.views.get(key)) is not None:
-        return handle(p.source, known, p.dtype, p.device)
+    if not kwargs and (view := window.views.get(key)) is not None:
+        return handle(p.source, view, p.dtype, p.device)
     if func is aten.view.dtype:
         return None
     outs = func(window.meta, *args[1:], **kwargs)

@@ -156,7 +156,7 @@ class Order:
             self.departures.go_on()
         kind, bucket = event or ("", 0)
         numbers = [KINDS.index(kind), bucket, int(self.wasted), int(self.regular)]
-        wants = [Want(*one) for one in self.axis.exchange_numbers(numbers, self.what)]
+        wants = [Want(*answer) for answer in self.axis.exchange_numbers(numbers, self.what)]
         for needed in dict.fromkeys((KINDS[want.kind], want.bucket) for want in wants if want.kind):
             self.asked.append(needed)
             self._join(needed)

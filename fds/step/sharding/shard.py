@@ -117,4 +117,6 @@ class Shard(Placement):
 
 def shard_of(dimensions: Dimensions) -> Shard | None:
     """Return how data ranks share the work of a step, None where nobody shares it."""
-    return next((one.placement for one in dimensions.entries if isinstance(one.placement, Shard)), None)
+    return next(
+        (dimension.placement for dimension in dimensions.entries if isinstance(dimension.placement, Shard)), None
+    )

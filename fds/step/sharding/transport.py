@@ -98,9 +98,9 @@ class Transport:
         All ranks get the same bits, the one that holds a slice too.
         """
         start = axis.index * len(part)
-        own = whole[start : start + len(part)]
-        own.copy_(part)
-        return axis.start_all_gather(whole, own)
+        mine = whole[start : start + len(part)]
+        mine.copy_(part)
+        return axis.start_all_gather(whole, mine)
 
     def bytes_sent(self, leg: Leg, numel: int, dtype: torch.dtype, size: int) -> float:
         """Return the bytes that a rank sends in a leg over `size` ranks.

@@ -43,8 +43,8 @@ class Surroundings:
     def now(cls, device: torch.device) -> Surroundings:
         """Return those of the caller."""
         keys = _torch_c._dispatch_tls_local_include_set(), _torch_c._dispatch_tls_local_exclude_set()
-        known = filter(torch.amp.is_autocast_available, dict.fromkeys(("cpu", device.type)))  # not of meta tensors
-        kinds = filter(torch.is_autocast_enabled, known)
+        types = filter(torch.amp.is_autocast_available, dict.fromkeys(("cpu", device.type)))  # not of meta tensors
+        kinds = filter(torch.is_autocast_enabled, types)
         return cls(*keys, torch.is_grad_enabled(), tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds))
 
     @contextlib.contextmanager
@@ -124,16 +124,16 @@ class ViewedSource:
 
     def backward(self, grad: Tensor) -> None:
         """Add to the gradient of the parameter, given that with respect to what the view returned."""
-        found: Tensor | None = grad
+        gradient: Tensor | None = grad
         if not self.unchanged:
             live: Any = self.parameter.source
             live.viewed = None
             x, out = self._run(self.parameter.read())
             if out is not x:
                 wants = self._checked(out).requires_grad
-                found = torch.autograd.grad(out, x, grad, allow_unused=True)[0] if wants else None
-        if found is not None:
-            torch.autograd.backward([self.parameter], [found], inputs=[self.parameter])  # so that its hooks run
+                gradient = torch.autograd.grad(out, x, grad, allow_unused=True)[0] if wants else None
+        if gradient is not None:
+            torch.autograd.backward([self.parameter], [gradient], inputs=[self.parameter])  # so that its hooks run
 
     def run(self, values: Tensor) -> Tensor:
         """Return what the view makes of the parameter's values, without a graph: `values` itself where it is that."""

@@ -46,7 +46,7 @@ MUTANTS = (
     Mutant(
         "new-leaves-not-locked",
         "fds/step/residency/lives.py",
-        "self.device if held else None)",
+        "self.device if is_elsewhere else None)",
         "None)",
         "the leaves of every state but the first are in memory for which a GPU has to wait",
         "tests/laws/test_law_11_on_a_gpu.py",
@@ -142,8 +142,8 @@ MUTANTS = (
     Mutant(
         "averages-anywhere-beside-a-gpu",
         "fds/step/residency/contract.py",
-        "if leaf.in_place and found.device != like.device:",
-        "if leaf.in_place and found.device != like.device and device is None:",
+        "if leaf.in_place and memory.device != like.device:",
+        "if leaf.in_place and memory.device != like.device and device is None:",
         "what follows an update all at once is loaded to another device than the update runs on",
         "tests/laws/test_law_11_averages.py -k refused",
     ),

@@ -190,7 +190,7 @@ MUTANTS = (
     Mutant(
         "only-the-first-rank-looks-at-its-gradients",
         "fds/step/topology.py",
-        "self.entries if summed else (one for one in self.entries if not one.batches)",
+        "self.entries if summed else (entry for entry in self.entries if not entry.batches)",
         "self.entries",
         "a NaN on another rank than the first is not seen where gradients stay on their ranks",
         "tests/laws/test_law_12_own_sums.py",
@@ -214,8 +214,8 @@ MUTANTS = (
     Mutant(
         "every-rank-agrees-from-where-it-is",
         "fds/step/own_sums.py",
-        "found[i] = moved(parts[i], updates[inside[0].name], size)",
-        "found[i] = parts[i]",
+        "params[i] = moved(parts[i], updates[inside[0].name], size)",
+        "params[i] = parts[i]",
         "local steps of 0/1 Adam take the gradient of parameters that are not this rank's",
         "tests/laws/test_law_12_local_steps.py",
     ),

@@ -206,8 +206,8 @@ MUTANTS = (
     Mutant(
         "view-backward-on-old-values",
         "fds/step/sharding/viewed.py",
-        "found: Tensor | None = grad\n        if not self.unchanged:",
-        "found: Tensor | None = grad\n        if not self.unchanged and False:",
+        "gradient: Tensor | None = grad\n        if not self.unchanged:",
+        "gradient: Tensor | None = grad\n        if not self.unchanged and False:",
         "at stage 3 the gradient of a viewed parameter skips the backward of its view",
         "tests/sharding/test_views.py",
     ),

@@ -166,8 +166,8 @@ MUTANTS = (
     Mutant(
         "norm-counts-copies-on-a-tensor-axis",
         "fds/step/topology.py",
-        "counted = [a and b for a, b in zip(counted, one.placement.counts(firsts), strict=True)]",
-        "counted = one.placement.counts(firsts)",
+        "counted = [a and b for a, b in zip(counted, entry.placement.counts(firsts), strict=True)]",
+        "counted = entry.placement.counts(firsts)",
         "where two dimensions hold copies, only the last one's word decides whose squares count",
         "tests/tensor_axis/test_training.py",
     ),
