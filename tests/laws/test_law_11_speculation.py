@@ -1,6 +1,7 @@
 """Law 11 of speculation: what is updated in backward, and again where the step decides otherwise, changes no bit."""
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import fds
 from fds import tree
 from fds.errors import ComposeError, DonatedStateError
 from fds.step import Gradients, fill, transform
+from fds.step.residency.early import Early
 from tests.bits import assert_same_bits, snapshot
 from tests.laws import problems as held
 from tests.laws.mapped import Mapped, mapped
@@ -341,3 +343,27 @@ def test_an_optimizer_that_asks_other_ranks_is_refused(tmp_path):
             fds.compose(fds.offload("host", speculate=True), shard, fds.lamb())(problem.loss)
 
     fds.simulate(body, 2)
+
+
+def test_a_call_that_fails_leaves_nothing_behind(tmp_path):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise OSError("in backward")
+
+    loss = lambda params, batch: Fails.apply(batch @ params["w"]).square().mean()
+    step = fds.compose(fds.offload("host", gradients="device", speculate=True), fds.adamw(0.01))(loss)
+    state, batch = step.init({"w": torch.ones(4, 1)}), torch.ones(2, 4)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(OSError, match="in backward"):
+                step(state, batch)
+        assert not [x for x in gc.get_objects() if isinstance(x, Early)]
+    finally:
+        gc.enable()

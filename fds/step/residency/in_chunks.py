@@ -38,12 +38,12 @@ class InChunks(AtOnce):
         step, setup, structure = self.step, self.setup, self.setup.held.structure
         if "gradients" not in setup.residency.kinds and tell is None:
             return None
-        elsewhere = step.lives(structure, setup.state).landed
+        device, pool = setup.call.device, step.runtime.gradients
         first = [members[0] for members in structure.members.values()] if structure.sharded else range(len(trained))
         dtypes = [step.sum.dtype or trained[i].dtype for i in first]
         late = [k for k, inside in enumerate(structure.segments) if inside and step.dimensions.is_late(inside[0].name)]
-        device, pool = setup.call.device, step.runtime.gradients
         with heard(setup.residency, step.everyone):
+            elsewhere = step.lives(structure, setup.state).landed
             self.store = Landing.of(setup.residency, structure, elsewhere, dtypes, device, late, pool, tell)
         return self.store
 

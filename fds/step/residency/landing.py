@@ -149,3 +149,4 @@ class Landing:
         for wait in waits:
             with contextlib.suppress(Exception):
                 wait()
+        self.told = None  # which may lead here: without a cycle memory is free at once
