@@ -104,7 +104,7 @@ class Region:
             self.look(x, weight, cut)
         if not self.overlaps:
             return self.leave(F.linear(x, weight), run=run)
-        self._given, self.inside = None, ()
+        self._close(run)
         if run is None:
             return overlapped.linear_summed(x, weight, self.axis, self.chunks)
         self.lengths.setdefault(run, x.shape[self.dim])
@@ -156,12 +156,16 @@ class Region:
 
     def leave(self, x: Tensor, *, run: str | None, dim: int | None = None) -> Tensor:
         """Return the sum of the ranks' terms: whole, or this rank's part of the sequence, which lies along `dim`."""
-        self._given, self.inside = None, ()
+        self._close(run)
         if run is None:
             return sum_out(x, self.axis)
         dim = self.dim if dim is None else dim
         self.lengths.setdefault(run, x.shape[dim])  # where sequences begin as parts
         return reduce_scatter(self._pad(x, dim), self.axis, dim)
+
+    def _close(self, run: str | None) -> None:
+        """Note that what comes is no piece of features; in a run, part of a sequence, inside of attention too."""
+        self._given, self.inside, self.opened = None, (), self.opened and run is None
 
     def cut(self, x: Tensor, *, run: str) -> Tensor:
         """Return this rank's part of a sequence that all have whole; one that does not divide is padded with zeros.

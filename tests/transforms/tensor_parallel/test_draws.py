@@ -92,6 +92,43 @@ class Blocks(nn.Module):
         return self.drop(self.norm(x))
 
 
+class Attending(nn.Module):
+    """Attention with dropout of what it returns inside, as GPT-2's has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.heads, self.after = 4, nn.Dropout(0.3)
+
+    def forward(self, x):
+        q, k, v = (part(x).unflatten(-1, (self.heads, 2)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.after(self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+
+
+class AttendingBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), Attending()
+
+    def forward(self, x):
+        return x + self.attention(self.norm(x))
+
+
+class AttendingBlocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(AttendingBlock(), AttendingBlock())
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+@pytest.mark.parametrize("length", [5, 6])
+def test_dropout_inside_of_attention_to_parts_of_sequences(length):
+    plan = {"blocks.?": "sequence", "*.attention": fds.nn.heads("heads"), "*.[qkv]": "column", "*.out": "row"}
+    check(AttendingBlocks, plan, sequence=True, shape=(2, length, 8), size=2)
+
+
 @pytest.mark.parametrize("length", [5, 6])
 def test_dropout_of_parts_of_sequences(length):
     plan = {"blocks.?": "sequence", "*.up": "column", "*.down": "row"}
