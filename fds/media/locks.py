@@ -28,7 +28,7 @@ class Lock:
     """The lock of an open file or folder, to which it is closed."""
 
     fd: int  # its descriptor; -1 once it is closed
-    # the device and inode of a file that other threads of this process may wait for
+    # the device and inode of a file that it has, and other threads of this process may wait for
     file: tuple[int, int] | None = None
     removes: str | None = None  # the path of the file, if it is removed in the end
 
@@ -95,8 +95,6 @@ def lock_directory(directory: str) -> Lock:
         fd, can_write = _open(path, 0o644)
         lock = Lock(fd)
         try:
-            about = os.fstat(fd)
-            lock.file = about.st_dev, about.st_ino
             if _take(lock, path) and _is_at(fd, path):  # whoever had it may have removed the file meanwhile
                 if can_write and _is_ours(fd):
                     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
@@ -147,10 +145,12 @@ def _holder(fd: int) -> str:
 
 def _take(lock: Lock, path: str) -> bool:
     """Take a lock, and return True; False where this process has it, after a while. Raises `DiskError`."""
+    about = os.fstat(lock.fd)
+    file = about.st_dev, about.st_ino
     try:
         lock.take()
     except BlockingIOError as error:
-        if any(other.file == lock.file for other in list(_locks) if other is not lock):
+        if any(other.file == file for other in list(_locks)):
             time.sleep(0.001)
             return False
         raise DiskError(
@@ -160,6 +160,7 @@ def _take(lock: Lock, path: str) -> bool:
             want="a directory of its own for every run",
             hint="end that process, or name another directory",
         ) from error
+    lock.file = file  # from here on: a thread that only tries has nothing that another could wait for
     return True
 
 
