@@ -19,7 +19,7 @@ from fds.state import State
 from fds.step.batch import Split, SplitBatch, cut, split_batch
 from fds.step.call import Call
 from fds.step.checks import state_check as check
-from fds.step.checks.forms import writes_params
+from fds.step.checks.forms import is_around, is_encoding, writes_params
 from fds.step.checks.state_check import StateTensors
 from fds.step.drafts import Drafts
 from fds.step.execution import Executor, InTurn, Microbatch
@@ -38,14 +38,9 @@ from fds.step.stations import After, Composing, Kernels, Place, Runtime, Scale, 
 from fds.step.structure import AllBut, Structure
 from fds.step.sums import Sum
 from fds.step.topology import Dimension, Dimensions
-from fds.step.views import Decode, View, Views, is_encoding
+from fds.step.views import Decode, View, Views
 
 Context = Callable[[Call], contextlib.AbstractContextManager[object]]
-
-
-def is_around(context: Any) -> bool:
-    """Say whether a filler of the station `context` is entered around each call of a layer, made again ones too."""
-    return hasattr(context, "around_layer")
 
 
 def _derived(of: Callable[[Any], Any]) -> Any:
@@ -133,7 +128,7 @@ class Stations:
     dimensions: Dimensions = attrs.field(default=Dimensions(), repr=False)  # what follows from `topology`
     shard: Shard | None = _derived(lambda step: shard_of(step.dimensions))  # how data ranks share the work, if they do
     encodings: tuple[View, ...] = _derived(lambda step: tuple(x for x in step.view if is_encoding(x)))
-    views: tuple[View, ...] = _derived(lambda step: tuple(one for one in step.view if not is_encoding(one)))
+    views: tuple[View, ...] = _derived(lambda step: tuple(x for x in step.view if not is_encoding(x)))
     contexts: tuple[Context, ...] = _derived(lambda step: tuple(x for x in step.context if not is_around(x)))
     around: tuple[losses.Around, ...] = _derived(
         lambda step: tuple(x.around_layer for x in step.context if is_around(x))

@@ -318,7 +318,7 @@ def _all_microbatches(step: Stations, parts: list[Any], batch: Any) -> list[Any]
             _sent(peers, source, x, dtype, shape) for x, (dtype, shape) in zip(tensors, theirs, strict=True)
         ]
     shares, size = max(share for share, _ in received) + 1, max(part for _, part in received) + 1
-    joins = [one.joined for one in step.context if hasattr(one, "joined")]
+    joins = [context.joined for context in step.context if hasattr(context, "joined")]
     join: Callable[[list[Tensor]], Tensor] = joins[0] if joins else functools.partial(torch.cat, dim=1)
     paths = [path.partition(".")[2] for path, x in tree.paths(parts).items() if isinstance(x, Tensor)]
     microbatches = list[Any]()

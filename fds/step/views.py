@@ -26,11 +26,6 @@ from fds.step.structure import Casts
 View = Callable[[Tensor, Leaf, Call], Tensor]
 
 
-def is_encoding(view: View) -> bool:
-    """Say whether a view says what a state holds of a parameter."""
-    return hasattr(view, "encode")
-
-
 def encode(encodings: Sequence[Any], x: Tensor, leaf: Leaf) -> Tensor:
     """Return what a state holds of a parameter."""
     for encoding in encodings:

@@ -82,6 +82,16 @@ def _has_place(x: Any) -> bool:
     return getattr(x, "updates_on", None) in ("device", "host")
 
 
+def is_encoding(view: object) -> bool:
+    """Say whether an entry of the station `view` says too what a state holds of a parameter."""
+    return hasattr(view, "encode")
+
+
+def is_around(context: object) -> bool:
+    """Say whether an entry of the station `context` is entered around each call of a layer, made again ones too."""
+    return hasattr(context, "around_layer")
+
+
 def writes_params(after: object) -> bool:
     """Say whether an entry of the station `after` writes parameters."""
     return getattr(after, "writes", None) == "params"
@@ -94,11 +104,11 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "split": (given("batch"), "a function (batch) -> list of microbatches"),
     "frozen": (lambda x: isinstance(x, str | AllBut), "a pattern of parameter names, or AllBut"),
     "view": (
-        lambda x: given("x", "leaf", "call")(x) and (not hasattr(x, "encode") or takes(2)(x.encode)),
+        lambda x: given("x", "leaf", "call")(x) and (not is_encoding(x) or takes(2)(x.encode)),
         "a function (x, leaf, call) -> tensor, of one parameter; it may have encode(x, leaf)",
     ),
     "context": (
-        lambda x: takes(2)(x.around_layer) if hasattr(x, "around_layer") else given("call")(x),
+        lambda x: takes(2)(x.around_layer) if is_around(x) else given("call")(x),
         "a function (call) -> context manager, or an object with around_layer(number of the layer, what it is given)",
     ),
     "kernels": (takes(0), "a function () -> context manager"),
