@@ -33,7 +33,7 @@ from benchmarks.sharding_contenders import (
     ours,
 )
 from fds.step.residency.in_chunks import InChunks
-from fds.step.update import AtOnce
+from fds.step.update import Update
 
 ROOM = "FDS_BENCHMARK_ROOM"  # in the environment: the folder for what lies on disk
 LEAST = "forward, backward, messages"
@@ -160,7 +160,7 @@ class Updates:
 
     def seconds(self) -> float:
         """Make a step; return how long its update took."""
-        kind: Any = InChunks if self.step.place.residency.kinds else AtOnce
+        kind: Any = InChunks if self.step.place.residency.kinds else Update
         write, taken = kind.write, []
 
         def timed(*args: Any, **kwargs: Any) -> None:

@@ -12,10 +12,10 @@ from fds.step.parameters import open_parameters
 from fds.step.seeds import Seeds, dtype_of
 from fds.step.sharding.buckets import Bucketed
 from fds.step.sums import InPlace
-from fds.step.update import AtOnce
+from fds.step.update import Update
 
 
-def local_gradients(update: AtOnce, batch: Any) -> LocalGradients:
+def local_gradients(update: Update, batch: Any) -> LocalGradients:
     """Return the gradients of a batch, times the loss scale / divisor, summed over microbatches and ranks.
 
     Those of an optimizer that ranks do not sum them for are each rank's own. What of the `update` begins in backward is
@@ -48,7 +48,7 @@ def local_gradients(update: AtOnce, batch: Any) -> LocalGradients:
     )
 
 
-def _run(update: AtOnce, batch: Any) -> tuple[PassResult, InPlace | Bucketed]:
+def _run(update: Update, batch: Any) -> tuple[PassResult, InPlace | Bucketed]:
     """Run every microbatch forward and backward, and sum gradients over the ranks.
 
     What only this needs (whole or low-precision parameters, microbatches, graphs) is gone when it returns.

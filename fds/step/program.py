@@ -33,7 +33,7 @@ from fds.step.seeds import guesses
 from fds.step.stations import with_chosen_kernels
 from fds.step.sums import check_used
 from fds.step.totals import Decision, put_all
-from fds.step.update import AtOnce, Setup
+from fds.step.update import Setup, Update
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -232,7 +232,7 @@ class Step(Stations):
             decision = decision.shared(totals, norm, apart.size)
         return decision, buffers
 
-    def metrics(self, setup: Setup, decision: Decision, new: State, update: AtOnce) -> dict[str, Tensor]:
+    def metrics(self, setup: Setup, decision: Decision, new: State, update: Update) -> dict[str, Tensor]:
         """Return the metrics of a call: those of the loss, of the decision and of the scale."""
         assert self.optimizer is not None
         norm = self.optimizer.phases is None

@@ -65,7 +65,7 @@ class Setup:
 
 
 @attrs.define(eq=False)
-class AtOnce:
+class Update:
     """The update of one call, of gradients that wait where the step runs: the optimizer is called once, with all."""
 
     step: Stations

@@ -361,9 +361,11 @@ def test_a_call_that_fails_leaves_nothing_behind(tmp_path):
     gc.collect()
     gc.disable()
     try:
+        before = [x for x in gc.get_objects() if isinstance(x, Early)]  # of tests whose errors are still held
         for _ in range(2):
             with pytest.raises(OSError, match="in backward"):
                 step(state, batch)
-        assert not [x for x in gc.get_objects() if isinstance(x, Early)]
+        after = [x for x in gc.get_objects() if isinstance(x, Early)]
+        assert set(map(id, after)) <= set(map(id, before))
     finally:
         gc.enable()

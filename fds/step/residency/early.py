@@ -7,7 +7,7 @@ again, from the old values: what is written ahead is never the old state's memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -19,17 +19,16 @@ from fds.errors import ComposeError
 from fds.optim import Optimizer
 from fds.step.all_stations import Stations
 from fds.step.gradients import Gradients
-from fds.step.new_leaves import Apart, NewLeaves, pooled
+from fds.step.new_leaves import Apart, pooled
 from fds.step.ranges import profiled
 from fds.step.residency.chunks import is_separate
 from fds.step.residency.contract import heard
 from fds.step.residency.in_chunks import InChunks
-from fds.step.residency.landing import Landing
 from fds.step.residency.lives import Column
 from fds.step.residency.visit import Chunk, Visit, chunks_of_leaves
 from fds.step.seeds import guesses
 from fds.step.totals import Decision, Totals
-from fds.step.update import AtOnce, Setup
+from fds.step.update import Setup, Update
 
 
 @attrs.frozen(eq=False)
@@ -44,7 +43,6 @@ class Granted:
 class Early(InChunks):
     """The update of one call that begins in backward: chunks are updated as soon as their gradients are complete."""
 
-    apart: Apart = attrs.field(init=False)  # the leaves that it writes ahead
     granted: Granted | None = None
     visit: Visit | None = None
 
@@ -52,11 +50,7 @@ class Early(InChunks):
         self.step.chunks(self.setup.held.structure)  # on which all ranks agree
         with heard(self.setup.residency, self.step.everyone):
             self.apart = self._leaves_apart()
-        self.expects = (self.expect,)
-
-    def landing(self, trained: list[Tensor], tell: Any = None) -> Landing | None:
-        """Return where the sums of gradients by `trained` leaves go as each is final."""
-        return super().landing(trained, self.tell)
+        self.expects, self.tells = (self.expect,), self.tell
 
     def expect(self, every: Totals, mine: Totals, predivide: float) -> None:
         """Take for granted what the totals of all ranks lead to, and begin visits; `mine` are this rank's."""
@@ -66,7 +60,7 @@ class Early(InChunks):
         decides = step.skips or guesses(mine)
         decision = Decision.of(every, norm, setup.scale, predivide, setup.call.device, decides=decides)
         silent = attrs.evolve(setup, call=setup.call.keeping())
-        scale = AtOnce(step, silent).mapped(Gradients([], decision.scale, decision.norm)).scale
+        scale = Update(step, silent).mapped(Gradients([], decision.scale, decision.norm)).scale
         self.granted = Granted(scale, decision.skip)
         # float64 gradients need the digits of a scale: it is divided out before the update
         narrow = None if scale is None or wide else scale.to(torch.float32)
@@ -82,7 +76,7 @@ class Early(InChunks):
     def complete(self, sums: list[Tensor]) -> list[Tensor]:
         """Return all sums where they live, once they are there, and what was updated too."""
         sums = super().complete(sums)
-        self.expects = ()  # which lead here: without a cycle memory is free at once
+        self._let_go()
         if self.visit is not None:
             assert self.visit.at == len(self.visit.chunks)
             self.visit.settle()
@@ -91,9 +85,13 @@ class Early(InChunks):
     def close(self) -> None:
         """Wait for what is read and written, whatever comes of it."""
         super().close()
-        self.expects = ()
+        self._let_go()
         if self.visit is not None:
             self.visit.close()
+
+    def _let_go(self) -> None:
+        """Forget the methods that backward calls: without a cycle memory is free at once."""
+        self.expects, self.tells = (), None
 
     def mapped(self, grads: Gradients) -> Gradients:
         """Return what all maps make of gradients, and know whether the step decides otherwise, or has changed them."""
@@ -108,18 +106,14 @@ class Early(InChunks):
         self.failed = failed
         return grads
 
-    def open(self, apart: Apart | None = None) -> NewLeaves:
-        """Return memory for what the update writes, beside what it has written."""
-        return super().open(self.apart)
-
-    def again(self, chunks: Callable[..., list[Chunk]]) -> Sequence[Chunk]:
+    def again(self, ahead: list[Chunk]) -> list[Chunk]:
         """Return all chunks that were updated ahead where the step has decided otherwise.
 
         Else those that were updated before more was added to their gradients, as ranks that take other paths do.
         """
         if self.visit is None or not self.visit.chunks:
-            return ()
-        ahead, stale = chunks(ahead=True), self.visit.stale
+            return []
+        stale = self.visit.stale
         return ahead if bool(self.failed) else [x for x in ahead if any(piece.index in stale for piece in x.pieces)]
 
     def _leaves_apart(self) -> Apart:
@@ -134,7 +128,8 @@ class Early(InChunks):
 
     def _chunks_ahead(self) -> list[Chunk]:
         """Return the chunks that are updated ahead, in the order in which backward completes them."""
-        structure = self.setup.held.structure
+        structure, apart = self.setup.held.structure, self.apart
+        assert apart is not None
         n = len(structure.trained)
         count = n + sum(len(want.names) for want in structure.opt.values())
 
@@ -142,15 +137,15 @@ class Early(InChunks):
             leaves_or_none: list[Tensor | None] = [leaves.get(i) for i in range(count)]
             return [leaves_or_none[:n], *structure.align(leaves_or_none[n:]).values()]
 
-        new, old = columns(self.apart.flat), columns(self.apart.old)
+        new, old = columns(apart.flat), columns(apart.old)
         return chunks_of_leaves(self.lives, new, old, self.step.chunks(structure), ahead=True)[::-1]
 
 
-def open_update(step: Stations, setup: Setup) -> AtOnce:
+def open_update(step: Stations, setup: Setup) -> Update:
     """Return the update of a call, by where leaves live and whether they are updated in backward."""
     if step.place.speculate:
         return Early(step, setup)
-    return (InChunks if setup.residency.kinds else AtOnce)(step, setup)
+    return (InChunks if setup.residency.kinds else Update)(step, setup)
 
 
 def check_speculation(conditions: Sequence[Any], optimizer: Optimizer, *, in_turn: bool, communicates: bool) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -24,19 +22,21 @@ from fds.step.residency.landing import Landing, Tell
 from fds.step.residency.lives import Column, Lives
 from fds.step.residency.visit import Chunk, Run, Visit, chunks_of_leaves
 from fds.step.stations import After
-from fds.step.update import AtOnce, Map
+from fds.step.update import Map, Update
 
 
 @attrs.define(eq=False)
-class InChunks(AtOnce):
+class InChunks(Update):
     """The update of one call where leaves live elsewhere: complete gradients are written there, and read by chunks."""
 
     store: Landing | None = None  # of summed gradients, where these live elsewhere
+    tells: Tell | None = None  # who is told of each as it is complete
+    apart: Apart | None = None  # leaves that are written in backward
 
-    def landing(self, trained: list[Tensor], tell: Tell | None = None) -> Landing | None:
-        """Return where the sums of gradients by `trained` leaves go as each is final; `tell` is told of each."""
+    def landing(self, trained: list[Tensor]) -> Landing | None:
+        """Return where the sums of gradients by `trained` leaves go as each is final; None where they stay."""
         step, setup, structure = self.step, self.setup, self.setup.held.structure
-        if "gradients" not in setup.residency.kinds and tell is None:
+        if "gradients" not in setup.residency.kinds and self.tells is None:
             return None
         device, pool = setup.call.device, step.runtime.gradients
         first = [members[0] for members in structure.members.values()] if structure.sharded else range(len(trained))
@@ -44,7 +44,7 @@ class InChunks(AtOnce):
         late = [k for k, inside in enumerate(structure.segments) if inside and step.dimensions.is_late(inside[0].name)]
         with heard(setup.residency, step.everyone):
             elsewhere = step.lives(structure, setup.state).landed
-            self.store = Landing.of(setup.residency, structure, elsewhere, dtypes, device, late, pool, tell)
+            self.store = Landing.of(setup.residency, structure, elsewhere, dtypes, device, late, pool, self.tells)
         return self.store
 
     def complete(self, sums: list[Tensor]) -> list[Tensor]:
@@ -95,12 +95,12 @@ class InChunks(AtOnce):
         setup = self.setup
         return attrs.evolve(self.step.lives(setup.held.structure, setup.state), residency=setup.residency)
 
-    def open(self, apart: Apart | None = None) -> NewLeaves:
-        """Return memory for what the update writes, where that lives; some may be `apart` already."""
+    def open(self) -> NewLeaves:
+        """Return memory for what the update writes, where that lives."""
         step, setup = self.step, self.setup
-        pool, after = step.runtime.pool, step.followers
         with heard(setup.residency, step.everyone):
-            return new_leaves(step.place, self.lives, pool, setup.state, setup.held, after, apart)
+            pool, after = step.runtime.pool, step.followers
+            return new_leaves(step.place, self.lives, pool, setup.state, setup.held, after, self.apart)
 
     @in_range("optimizer")
     def write(self, leaves: NewLeaves, grads: Gradients) -> None:
@@ -111,10 +111,9 @@ class InChunks(AtOnce):
             return super().write(leaves, grads)
         new: list[Column] = [list(leaves.flat[:n]), *structure.align(leaves.flat[n:]).values()]
         old: list[Column] = [list(leaves.old[:n]), *structure.align(leaves.old[n:]).values()]
-        chunks = chunks_of_leaves(leaves.lives, new, old, pieces, ahead=False)
-        again = self.again(functools.partial(chunks_of_leaves, leaves.lives, new, old, pieces))
-        rule = self.rule(grads.scale, self.skip)
-        Visit([*again, *chunks], rule, lambda: leaves.give_up(setup.state)).finish(dict(enumerate(grads.leaves)))
+        ahead, others = (chunks_of_leaves(leaves.lives, new, old, pieces, ahead=ahead) for ahead in (True, False))
+        chunks, rule = [*self.again(ahead), *others], self.rule(grads.scale, self.skip)
+        Visit(chunks, rule, lambda: leaves.give_up(setup.state)).finish(dict(enumerate(grads.leaves)))
         return None
 
     def rule(self, scale: Tensor | None, skip: Tensor | None, divisor: Tensor | None = None) -> Run:
@@ -144,9 +143,9 @@ class InChunks(AtOnce):
 
         return run
 
-    def again(self, chunks: Callable[..., list[Chunk]]) -> Sequence[Chunk]:
-        """Return the chunks that were updated in backward and are to be updated again."""
-        return ()
+    def again(self, ahead: list[Chunk]) -> list[Chunk]:
+        """Return which of the chunks that are updated in backward are to be updated again: there are none."""
+        return ahead
 
     def follow(self, slots: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return parameters and slots of the next state; raise what failed on the way there, on every rank."""
