@@ -16,6 +16,7 @@ import attrs
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction
 
 from fds import tree
 from fds.errors import LossError
@@ -73,6 +74,8 @@ def check_uses(edges: Edges, out: Any, side: Side | None) -> None:
         takes, gives = (getattr(node, name, getattr(function, name, None)) for name in ("takes", "gives"))
         if gives is not None and side is not None and gives != side and side not in mixed:
             mixed[side] = nearest(edges, node, number), behind
+        if function is CheckpointFunction:
+            side = None  # a reentrant one: what lets in what is whole, or joins pieces, is not in the graph
         for index, (following, at) in enumerate(node.next_functions):
             if takes is None:
                 waiting.append((following, at, side, behind))

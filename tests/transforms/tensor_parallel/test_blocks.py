@@ -1,7 +1,9 @@
 """Blocks whose activations are parts of sequences, named by patterns."""
 
+import pytest
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fds
 from tests.transforms.tensor_parallel.models import check
@@ -42,3 +44,22 @@ def test_it_is_shown_which_block_begins_and_which_ends():
     assert "sequence(leaves=False)" in text
     assert "sequence(enters=False)" in text
     assert "3 x blocks.*.up: column" in text
+
+
+class Recomputing(Model):
+    """What enters the first block is whole, and what cuts it is not in the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        x = checkpoint(self.blocks[0], self.norm(x), use_reentrant=True)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch says it of an evaluation
+def test_a_block_behind_a_reentrant_checkpoint():
+    check(Recomputing, {"*.up": "column", "*.down": "row", "blocks.*": "sequence"}, sequence=True)
