@@ -26,15 +26,24 @@ from fds.step.execution import Executor, InTurn, Microbatch
 from fds.step.gradients import Gradients, Measure
 from fds.step.memory import Memory
 from fds.step.new_leaves import NewLeaves
-from fds.step.own_sums import Synchronize, remembering
 from fds.step.residency.chunks import Piece, agreed_chunks, may_leave
 from fds.step.residency.contract import Residency, Resident
 from fds.step.residency.lives import NOWHERE, Lives, Masters, elsewhere, resident_at
 from fds.step.sharding.gather import Gather
 from fds.step.sharding.order import LearnedOrder, Order
-from fds.step.sharding.reduce import Reduce
+from fds.step.sharding.reduce import Reduce, WhileWarm
 from fds.step.sharding.shard import Shard, shard_of
-from fds.step.stations import After, Composing, Kernels, Place, Runtime, Scale, follow_in_pieces
+from fds.step.stations import (
+    After,
+    Composing,
+    Kernels,
+    Place,
+    Runtime,
+    Scale,
+    Synchronize,
+    follow_in_pieces,
+    remembering,
+)
 from fds.step.structure import AllBut, Structure
 from fds.step.sums import Sum
 from fds.step.topology import Dimension, Dimensions
@@ -127,6 +136,8 @@ class Stations:
     composing: Composing = attrs.field(default=Composing(), repr=False)
     dimensions: Dimensions = attrs.field(default=Dimensions(), repr=False)  # what follows from `topology`
     shard: Shard | None = _derived(lambda step: shard_of(step.dimensions))  # how data ranks share the work, if they do
+    # `reduce`, which an optimizer may leave out in some calls
+    reduction: Reduce = _derived(lambda step: WhileWarm.of(step.reduce, step.optimizer))
     encodings: tuple[View, ...] = _derived(lambda step: tuple(x for x in step.view if is_encoding(x)))
     views: tuple[View, ...] = _derived(lambda step: tuple(x for x in step.view if not is_encoding(x)))
     contexts: tuple[Context, ...] = _derived(lambda step: tuple(x for x in step.context if not is_around(x)))

@@ -18,8 +18,8 @@ from fds.optim import Optimizer
 from fds.step.checks import forms
 from fds.step.execution import InTurn
 from fds.step.filling import conflict, fill, written_out
-from fds.step.own_sums import check_own_sums
 from fds.step.residency.early import check_speculation
+from fds.step.sharding.reduce import check_no_sync
 
 if TYPE_CHECKING:
     from fds.step.program import Step
@@ -175,7 +175,7 @@ class Composition:
                 hint="averages may live elsewhere" if "slots" in elsewhere else "",
             )
         step.run.refuse(step)
-        check_own_sums(step.optimizer, step.shard, step.condition, step.place.residency, step.synchronize)
+        check_no_sync(step.optimizer, step.shard, step.condition, step.place.residency, step.synchronize)
         split, differs = step.dimensions.split, step.dimensions.differing
         if step.place.speculate:
             in_turn = isinstance(step.execute, InTurn)

@@ -18,7 +18,6 @@ from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import StateTensors, usable
 from fds.step.local_gradients import local_gradients
-from fds.step.own_sums import SUMMED
 from fds.step.residency.contract import is_held
 from fds.step.residency.in_chunks import InChunks
 from fds.step.residency.lives import resident
@@ -110,7 +109,7 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
         value = getattr(step, station.name)
         if station.name != "eval_loss" and value not in (station.default, None, (), {}):
             stations[station.name] = _station(station.name, value)
-            if station.name == "condition" and step.shard and step.optimizer and step.optimizer.phases:
+            if station.name == "condition" and step.shard and step.reduction.phases:
                 stations["condition"] += "; in calls that do not sum gradients of each rank's own, by its norm"
         if station.name == "memory":  # what follows is not a station
             break
@@ -235,7 +234,7 @@ def _tried(step: Stations, structure: Structure, state: State, batch: Any) -> tu
     same_composition(step)
     step, tallies = _counting(step)
     held = StateTensors(structure, tree.leaves(state.params), [], [])
-    setup = attrs.evolve(Setup.of(step, state, held), scale=None, residency=step.place.residency, own_sums=SUMMED)
+    setup = attrs.evolve(Setup.of(step, state, held), scale=None, residency=step.place.residency)
     gradients = local_gradients(InChunks(step, setup), batch)
     unused = tuple(name for name, is_used in zip(structure.trained_names, gradients.used, strict=True) if not is_used)
     places: dict[str, int] = {}

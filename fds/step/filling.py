@@ -15,8 +15,8 @@ from fds.step.checks import forms
 from fds.step.gradients import Measure
 from fds.step.memory import Memory
 from fds.step.one_rank import FirstCallCompared
-from fds.step.own_sums import memories
 from fds.step.sharding.kept import SLOT, nothing_kept
+from fds.step.sharding.reduce import memories
 from fds.step.sharding.shard import Shard
 from fds.step.topology import Dimension, Dimensions
 

@@ -18,22 +18,21 @@ from fds.step.update import Update
 def local_gradients(update: Update, batch: Any) -> LocalGradients:
     """Return the gradients of a batch, times the loss scale / divisor, summed over microbatches and ranks.
 
-    Those of an optimizer that ranks do not sum them for are each rank's own. What of the `update` begins in backward is
-    done when this returns.
+    They are each rank's own in a call in which they stay there. What of the `update` begins in backward is done when
+    this returns.
     """
     step, setup = update.step, update.setup
-    structure, local, everyone = setup.held.structure, setup.own_sums.are_local, step.dimensions.everyone
+    structure, everyone = setup.held.structure, step.dimensions.everyone
     try:
-        ran, sums = _run(update, batch)
+        ran, sums, summed = _run(update, batch)
         used, leaves = sums.used(), sums.finish()
         wide = everyone is not None and torch.float64 in set(map(tree.dtype_of, leaves))
         totals, wide = step.execute.agree(ran, everyone, step.runtime, wide=wide)
-        counted = step.dimensions.add_up(leaves, structure.segments, summed=not local)
+        counted = step.dimensions.add_up(leaves, structure.segments, summed=summed)
         leaves = update.complete(leaves)
     except BaseException:
         update.close()
         raise
-    apart = step.dimensions.data if local else None
     setup.drafts.written += filter(None, [sums.kept])
     return LocalGradients(
         totals=totals,
@@ -44,12 +43,12 @@ def local_gradients(update: Update, batch: Any) -> LocalGradients:
         predivide=sums.predivide,
         wide=wide,
         landing=sums.landing,
-        apart=apart,
+        apart=None if summed else step.dimensions.data,
     )
 
 
-def _run(update: Update, batch: Any) -> tuple[PassResult, InPlace | Bucketed]:
-    """Run every microbatch forward and backward, and sum gradients over the ranks.
+def _run(update: Update, batch: Any) -> tuple[PassResult, InPlace | Bucketed, bool]:
+    """Run every microbatch forward and backward, and sum gradients over the ranks; say whether they were.
 
     What only this needs (whole or low-precision parameters, microbatches, graphs) is gone when it returns.
     """
@@ -58,7 +57,9 @@ def _run(update: Update, batch: Any) -> tuple[PassResult, InPlace | Bucketed]:
     dimensions, pool, asked = step.dimensions, step.runtime.pool, step.runtime.asked
     microbatches, order = step.split_batch(call, batch), step.order("step", structure)
     settings = step.settings(call, state.buffers, microbatches.count)
-    masters = step.masters(structure, setup.own_sums.seen(structure, setup.held.parts), call.device, residency)
+    reduce, parts = step.reduction.open(call, setup.drafts, setup.held, step.shard, pool)
+    update.arguments = reduce.arguments
+    masters = step.masters(structure, parts, call.device, residency)
     params = open_parameters(step.gather, step.shard, structure, masters, pool, train=True, order=order)
     kinds = step.execute.dtypes(params.trained, step.gather.dtype, dimensions.everyone, asked)
     seeds = Seeds.of(
@@ -72,10 +73,8 @@ def _run(update: Update, batch: Any) -> tuple[PassResult, InPlace | Bucketed]:
         order=None if step.execute.together else order,
     )
     landing = update.landing(params.trained)
-    shard = None if setup.own_sums.are_local else step.shard
     where = order, kinds, seeds, state.slots, landing, bool(masters.elsewhere)
-    reduce = step.reduce.drawing(call) if step.reduce.transport.draws else step.reduce
-    sums = reduce.sums(structure, shard, params.trained, step.sum.dtype, pool, *where)
+    sums = reduce.sums(structure, step.shard, params.trained, step.sum.dtype, pool, *where)
     expects = update.expects if sums.kept is None else [*update.expects, sums.kept.expect]
     run = Pass(
         loss=step.loss,
@@ -93,4 +92,4 @@ def _run(update: Update, batch: Any) -> tuple[PassResult, InPlace | Bucketed]:
         expects=expects,
     )
     with training(settings[0], params, sums, order):
-        return step.execute.train(run), sums
+        return step.execute.train(run), sums, reduce.is_summed

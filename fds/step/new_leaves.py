@@ -17,11 +17,10 @@ from fds.state import State, Token
 from fds.step.call import Call
 from fds.step.checks.state_check import StateTensors
 from fds.step.donated import TAKEN, KnownMemory, writable
-from fds.step.own_sums import Synchronize
 from fds.step.pool import Buffers, Pool
 from fds.step.residency.contract import check_apart
 from fds.step.residency.lives import Lives
-from fds.step.stations import After, Place
+from fds.step.stations import After, Place, Synchronize
 from fds.step.structure import Structure
 
 ALL: Sequence[int] = range(sys.maxsize)  # which leaves some are, where they are all

@@ -234,7 +234,6 @@ class Step(Stations):
 
     def metrics(self, setup: Setup, decision: Decision, new: State, update: Update) -> dict[str, Tensor]:
         """Return the metrics of a call: those of the loss, of the decision and of the scale."""
-        assert self.optimizer is not None
-        norm = self.optimizer.phases is None
-        metrics = decision.metrics(new.step, setup.values.rates(), update.failed, norm=norm)
+        rates, norm = setup.values.rates(), self.reduction.phases is None
+        metrics = decision.metrics(new.step, rates, update.failed, norm=norm)
         return metrics | contracts.reported(self.scale, setup.state.slots, setup.call.device)

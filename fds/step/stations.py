@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import attrs
@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from fds import random, tree
-from fds.layout import Layout
+from fds.collectives.traffic import Expected
+from fds.errors import ComposeError
+from fds.layout import Layout, Segment
+from fds.optim import Optimizer
 from fds.step.call import Call
 from fds.step.checks import contracts
 from fds.step.pool import Pool
@@ -127,6 +130,77 @@ def follow_in_pieces(after: Sequence[After]) -> set[str]:
     """Return the slots that are written by those alone who may be given pieces of them."""
     whole = {filler.slot for filler in after if not getattr(filler, "elementwise", False) or random.draws(filler)}
     return {filler.slot for filler in after} - whole
+
+
+Slots = dict[str, list[Tensor | None]]  # of an optimizer's state: one tensor per slice
+
+
+class Synchronize(Protocol):
+    """An entry of the station `after` that writes parameters: how ranks along an axis of role "local" agree on them.
+
+    It says so by an attribute `writes = "params"`, and is called before all others, which follow what was agreed on.
+
+    What it remembers lies in the state beside the optimizer's own, `state.opt`, a slice for each that is trained.
+    """
+
+    def init(self, segments: Sequence[Sequence[Segment]], *, params: list[Tensor]) -> Slots:
+        """Return the slots of a first state, as `Optimizer.init` does."""
+        ...
+
+    def owns(self, slot: str) -> bool:
+        """Say by its name whether a slot is one of these."""
+        ...
+
+    def agrees(self, slot: str) -> bool:
+        """Say whether a slot is one of these, and the same on all ranks along the axis."""
+        ...
+
+    def __call__(
+        self, structure: Structure, params: list[Tensor], opt: Slots, *, skip: Tensor | None, call: Call
+    ) -> None:
+        """Write into the trained slices, 1-D, and into the slots; where `skip` is true nothing may change."""
+        ...
+
+    def bytes_sent(self, structure: Structure) -> tuple[float, float]:
+        """Return the most bytes that this rank sends in one call, and the mean over many calls."""
+        ...
+
+    def messages(self, structure: Structure) -> Iterable[Expected]:
+        """Return the messages of the call in which it sends most, for `describe`."""
+        ...
+
+
+def remembering(optimizer: Optimizer | None, synchronize: Synchronize | None) -> Optimizer | None:
+    """Return the optimizer with the slots of a filler beside its own, if there is one, which its update leaves alone.
+
+    Its `init` raises `ComposeError` where both have a slot of one name.
+    """
+    if optimizer is None or synchronize is None:
+        return optimizer
+
+    def init(segments: Sequence[Sequence[Segment]], *, params: list[Tensor]) -> Slots:
+        slots = optimizer.init(segments, params=params)
+        if both := list(filter(synchronize.owns, slots)):
+            raise ComposeError(
+                "an optimizer has a slot that ranks need to synchronize",
+                where="station 'optimizer'",
+                got=f"{optimizer}: {', '.join(both)}",
+                want="slots of other names",
+            )
+        return {**slots, **synchronize.init(segments, params=params)}
+
+    def update(grads: list[Tensor], opt: Slots, params: list[Tensor], **now: Any) -> tuple[list[Tensor], Slots]:
+        more = {slot: opt.pop(slot) for slot in [*opt] if synchronize.owns(slot)}
+        params, slots = optimizer.update(grads, opt, params, **now)
+        return params, {**slots, **more}
+
+    def bind(shapes: Mapping[str, tuple[int, ...]]) -> Optimizer:
+        bound = remembering(optimizer.bound(shapes), synchronize)
+        assert bound is not None
+        return bound
+
+    bound = attrs.evolve(optimizer, init=init, update=update)
+    return bound if optimizer.bind is None else attrs.evolve(bound, bind=bind)
 
 
 @attrs.define(eq=False)

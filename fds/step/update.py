@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.optim import returned
 from fds.optim.base import Values
 from fds.state import State
@@ -21,7 +22,6 @@ from fds.step.drafts import Drafts, may_note
 from fds.step.execution import LocalGradients
 from fds.step.gradients import Gradients
 from fds.step.new_leaves import NewLeaves, new_leaves
-from fds.step.own_sums import SUMMED, OwnSums
 from fds.step.ranges import in_range
 from fds.step.residency.contract import Residency, deferred
 from fds.step.residency.landing import Landing
@@ -42,7 +42,6 @@ class Setup:
     scale: Tensor | None  # of the loss, () float64; None is 1
     values: Values  # of the optimizer's schedules
     residency: Residency  # where leaves live; what fails there on one rank all ranks hear
-    own_sums: OwnSums
 
     @classmethod
     def of(cls, step: Stations, state: State, held: StateTensors) -> Setup:
@@ -57,11 +56,7 @@ class Setup:
             values = step.optimizer.values(state.step)
         step.runtime.pool.sweep()
         residency = deferred(step.place.residency, step.dimensions.everyone)
-        sums, phases = SUMMED, step.optimizer.phases
-        if phases is not None and phases.local(call.calls):
-            sums = OwnSums.of(phases, step.shard, held.structure, state.slots, call, step.runtime.pool)
-            drafts.written.append(sums)
-        return cls(state, held, call, drafts, scale, values, residency, sums)
+        return cls(state, held, call, drafts, scale, values, residency)
 
 
 @attrs.define(eq=False)
@@ -74,6 +69,7 @@ class Update:
     skip: Tensor | None = None
     leaves: NewLeaves | None = None  # of the next state, once there is memory for them
     expects: Sequence[Expect] = ()  # told before the last backward what it leads to
+    arguments: Mapping[str, Any] = tree.new(dict)  # of the optimizer, where gradients stay on their ranks
 
     def landing(self, trained: list[Tensor]) -> Landing | None:
         """Return where the sums of gradients by `trained` leaves go as each is final; None where they stay."""
@@ -132,9 +128,7 @@ class Update:
         optimizer, segments, n = structure.optimizer, structure.segments, len(leaves.trained)
         flat, flat_opt = leaves.flat[:n], structure.align(leaves.flat[n:])
         now: dict[str, Any] = {"step": setup.state.step, "grad_scale": grads.scale, "skip": self.skip}
-        now |= {"axes": dimensions.split, **optimizer.given(setup.values)}
-        if setup.own_sums.exchange is not None:
-            now["exchange"] = setup.own_sums.exchange
+        now |= {"axes": dimensions.split, **optimizer.given(setup.values), **self.arguments}
         leaves.give_up(setup.state)
         new, new_opt = returned.update(optimizer, grads.leaves, flat_opt, flat, segments=segments, **now)
         for slices in (new, *new_opt.values()):

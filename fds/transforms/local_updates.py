@@ -25,10 +25,10 @@ from fds.layout import Segment
 from fds.optim import Optimizer, returned
 from fds.step import Call, Dimension, Step, Structure, Transport, fill, transform
 from fds.step.call import seeded
-from fds.step.own_sums import Slots
 from fds.step.placements import LocalCopies
 from fds.step.residency.chunks import CUT, Piece, gaps_of
 from fds.step.sharding.transport import LOSSLESS
+from fds.step.stations import Slots
 
 ANCHOR, OUTER, KEPT = "anchor", "outer_", "outer_kept"
 

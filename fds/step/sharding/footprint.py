@@ -12,7 +12,6 @@ from fds import tree
 from fds.collectives import Axis
 from fds.collectives.traffic import Expected, MessageKind
 from fds.layout import Bucket
-from fds.optim.exchange import remembered
 from fds.state import State
 from fds.step.agreement import Agreement
 from fds.step.all_stations import Stations
@@ -46,11 +45,7 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
     if step.place.donate and any(lives.apart):
         leaves = [*structure.pick(tree.leaves(state.params)), *tree.leaves(state.opt)]
         held["ahead"] = sum(x.nbytes for x, one in zip(leaves, lives.apart, strict=False) if one)
-    if step.optimizer is not None and step.optimizer.phases is not None:
-        trained_leaves = [leaf for leaf in structure.leaves.values() if leaf.trained]
-        held["kept"] = 4 * len(remembered(step.optimizer.phases)) * sum(leaf.numel for leaf in trained_leaves)
-        if step.optimizer.phases.apart:
-            held["whole"] = sum(leaf.numel * leaf.dtype.itemsize for leaf in trained_leaves)
+    held |= step.reduction.held_bytes([leaf for leaf in structure.leaves.values() if leaf.trained])
     gather, shard, layout = step.gather, step.shard, structure.layout
     away = elsewhere(step.place.residency, structure, lives.device)
     if away and (read := _read(step, structure, away)):
@@ -170,9 +165,7 @@ def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
                 dtype = seen_dtype(step, bucket)
                 again = LOSSLESS.bytes_sent("gather", bucket.numel, dtype, shard.secondary.size)
             sent["gather"] += once + again * (2 * n - 1) * (i in passing)
-    if step.optimizer is not None and step.optimizer.phases is not None:
-        lengths = [leaf.numel for leaf in structure.leaves.values() if leaf.trained]
-        sent["optimizer"] = step.optimizer.phases.bytes_sent(lengths, shard.data.size)
+    sent |= step.reduction.sent_bytes([leaf for leaf in structure.leaves.values() if leaf.trained], shard.data.size)
     return {station: round(n) for station, n in sent.items() if n} | mean
 
 
@@ -252,9 +245,7 @@ def predicted(step: Stations, structure: Structure, state: State) -> tuple[Predi
 
 
 def _all(step: Stations, structure: Structure, state: State, everyone: Axis) -> Iterator[Expected]:
-    phases = None if step.optimizer is None else step.optimizer.phases
-    local = phases is not None and not state.calls.is_meta and phases.local(int(state.calls))
-    if step.shard is not None and not local:
+    if step.shard is not None and step.reduction.sums_after(state.calls):
         yield from _of_buckets(step, structure, step.shard)
     yield from step.execute.messages(everyone, keeps=step.reduce.transport.keeps)
     yield from _of_shared(step, structure)

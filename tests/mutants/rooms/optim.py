@@ -197,7 +197,7 @@ MUTANTS = (
     ),
     Mutant(
         "errors-of-a-skipped-step-are-kept",
-        "fds/step/own_sums.py",
+        "fds/step/sharding/reduce.py",
         "torch.where(skip, old, x, out=x)",
         "torch.where(skip, x, x, out=x)",
         "a skipped step leaves NaN in the errors",
@@ -213,9 +213,9 @@ MUTANTS = (
     ),
     Mutant(
         "every-rank-agrees-from-where-it-is",
-        "fds/step/own_sums.py",
-        "params[i] = moved(parts[i], updates[inside[0].name], size)",
-        "params[i] = parts[i]",
+        "fds/step/sharding/reduce.py",
+        "params[i] = moved(params[i], before[LOCAL_UPDATE][name], exchange.size)",
+        "pass",
         "local steps of 0/1 Adam take the gradient of parameters that are not this rank's",
         "tests/laws/test_law_12_local_steps.py",
     ),
