@@ -295,7 +295,7 @@ class _Groups:
             part = {slot: _pick(tensors, slices) for slot, tensors in opt.items()}
             part = {slot: tensors for slot, tensors in part.items() if any(x is not None for x in tensors)}
             pick = lambda tensors, at=slices: _pick(tensors, at)
-            more = {} if exchange is None else {"exchange": exchange.of(pattern, pick)}
+            more = {} if exchange is None else {"exchange": exchange.for_group(pattern, pick)}
             moved, slots = returned.update(
                 member,
                 _pick(grads, slices),

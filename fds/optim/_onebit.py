@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
-from fds.errors import checked_call
+from fds.errors import OptimizerError, checked_call, did_you_mean, is_int
+from fds.layout import Segment
 from fds.optim.assembly import Call, Now, Rule, Slots, Tensors
 from fds.optim.base import LRSchedule, Optimizer
-from fds.optim.exchange import LOCAL_MOMENTUM, LOCAL_UPDATE, SERVER, WORKER, Phases, blocks, moved, signed_sums
-from fds.optim.momentum import AfterWarmUp, GrowingIntervals, Masks, plus, sent_momenta, wide, write_moments
+from fds.optim.exchange import (
+    LOCAL_MOMENTUM,
+    LOCAL_UPDATE,
+    SERVER,
+    WORKER,
+    AfterWarmUp,
+    GrowingIntervals,
+    add_update,
+    blocks,
+    signed_sums,
+)
 
 
 @checked_call
@@ -68,13 +81,17 @@ def onebit_adam(
     masks = Masks.of("onebit_adam", exp_avg_mask)
     call = Call.of(onebit_adam, {**locals(), "exp_avg_mask": masks.by_pattern or None})
     rule = Rule(call, _onebit_adam, slots=_MOMENTS, check=masks.check_shapes)
-    return _sending(rule, AfterWarmUp.of("onebit_adam", freeze_step))
+    return _optimizer_of(rule, AfterWarmUp(freeze_step))
 
 
 _MOMENTS = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
 
-def _sending(rule: Rule, phases: Phases) -> Optimizer:
+def _optimizer_of(rule: Rule, phases: AfterWarmUp | GrowingIntervals) -> Optimizer:
+    for name, value in attrs.asdict(phases).items():
+        if not is_int(value, 1):
+            what = f"{rule.name}: {name} is out of range"
+            raise OptimizerError(what, where=name, got=repr(value)[:80], want="an int >= 1")
     return rule.optimizer(whole=True, phases=phases, check=rule.call.fixed["masks"].check_names)
 
 
@@ -85,13 +102,13 @@ def _onebit_adam(params: Tensors, grads: Tensors, opt: Slots, now: Now) -> None:
         for g, m, v in zip(grads, momenta, opt["exp_avg_sq"], strict=True):
             write_moments(m, v, g, now)
     else:
-        for m, new in zip(momenta, sent_momenta(grads, opt, now), strict=True):
+        for m, new in zip(momenta, send_momenta(grads, opt, now), strict=True):
             now.write(m, new.to(m.dtype))
     for lists in zip(params, momenta, opt["exp_avg_sq"], strict=True):
         for at in blocks(lists[0]):
             p, m, v = (x[at] for x in lists)
-            u = wide(m) / wide(v).sqrt().add_(eps)
-            now.write(p, (wide(p) - u.add_(p * weight_decay).mul_(lr)).to(p.dtype))
+            u = widen(m) / widen(v).sqrt().add_(eps)
+            now.write(p, (widen(p) - u.add_(p * weight_decay).mul_(lr)).to(p.dtype))
 
 
 @checked_call
@@ -181,7 +198,7 @@ def onebit_lamb(
         keep_empty=True,
         check=masks.check_shapes,
     )
-    return _sending(rule, AfterWarmUp.of("onebit_lamb", freeze_step))
+    return _optimizer_of(rule, AfterWarmUp(freeze_step))
 
 
 def _onebit_lamb(params: Tensors, grads: Tensors, opt: Slots, now: Now) -> None:
@@ -193,23 +210,23 @@ def _onebit_lamb(params: Tensors, grads: Tensors, opt: Slots, now: Now) -> None:
         for p, g, m, v, w, k, _ in zip(params, grads, *slots, strict=True):
             write_moments(m, v, g, now)
             now.write(w, v)
-            u = (wide(m) / wide(v).sqrt().add_(eps)).add_(p * weight_decay)
+            u = (widen(m) / widen(v).sqrt().add_(eps)).add_(p * weight_decay)
             c, has_ratio = _ratio(p, u, now)
             now.write(k, torch.where(has_ratio, coeff_beta * k + (1 - coeff_beta) * c, k))
-            now.write(p, (wide(p) - u.mul_(lr * c)).to(p.dtype))
+            now.write(p, (widen(p) - u.mul_(lr * c)).to(p.dtype))
         return
-    sums = sent_momenta(grads, opt, now)
+    sums = send_momenta(grads, opt, now)
     for p, new, m, v, w, k, last in zip(params, sums, *slots, strict=True):
-        g = (new - wide(m) * beta1).div_(1 - beta1)  # the mean gradient, as the messages show it
+        g = (new - widen(m) * beta1).div_(1 - beta1)  # the mean gradient, as the messages show it
         now.write(m, new.to(m.dtype))
-        now.write(w, torch.addcmul(wide(w) * beta2, g * (1 - beta2), g).to(w.dtype))
-        root = wide(v).sqrt().add_(eps)
-        u = wide(m) / root
+        now.write(w, torch.addcmul(widen(w) * beta2, g * (1 - beta2), g).to(w.dtype))
+        root = widen(v).sqrt().add_(eps)
+        u = widen(m) / root
         before = _norm(u)
         u.add_(p * weight_decay)
-        factor = _factor(root, wide(w).sqrt().add_(eps), _quotient(before, _norm(u)), last, now)
+        factor = _factor(root, widen(w).sqrt().add_(eps), _quotient(before, _norm(u)), last, now)
         now.write(last, factor)
-        now.write(p, (wide(p) - u.mul_(lr * (torch.where(k > 0, k, 1.0) * factor))).to(p.dtype))
+        now.write(p, (widen(p) - u.mul_(lr * (torch.where(k > 0, k, 1.0) * factor))).to(p.dtype))
 
 
 def _ratio(p: Tensor, u: Tensor, now: Now) -> tuple[Tensor, Tensor]:
@@ -229,7 +246,7 @@ def _factor(root: Tensor, fresh: Tensor, share: Tensor, last: Tensor, now: Now) 
 
 
 def _norm(x: Tensor) -> Tensor:
-    return wide(x).square().sum().sqrt()
+    return widen(x).square().sum().sqrt()
 
 
 def _quotient(part: Tensor, whole: Tensor) -> Tensor:
@@ -308,11 +325,11 @@ def zero_one_adam(
     call = Call.of(zero_one_adam, {**locals(), "exp_avg_mask": masks.by_pattern or None})
     phases = GrowingIntervals(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
     rule = Rule(call, partial(_zero_one_adam, phases=phases), slots=_MOMENTS, check=masks.check_shapes)
-    return _sending(rule, phases)
+    return _optimizer_of(rule, phases)
 
 
 def _zero_one_adam(params: Tensors, grads: Tensors, opt: Slots, now: Now, *, phases: GrowingIntervals) -> None:
-    lr, beta1, weight_decay, eps, masks = now.read("lr", "beta1", "weight_decay", "eps", "masks")
+    lr, beta1, weight_decay, eps = now.read("lr", "beta1", "weight_decay", "eps")
     grads, momenta, variances = now.unscale(grads), opt["exp_avg"], opt["exp_avg_sq"]
     if now.exchange is not None and now.exchange.calls >= phases.var_freeze_step:
         _step_locally(params, grads, opt, now)
@@ -323,9 +340,8 @@ def _zero_one_adam(params: Tensors, grads: Tensors, opt: Slots, now: Now, *, pha
         for g, m, v in zip(grads, momenta, opt["exp_avg_sq"], strict=True):
             write_moments(m, v, g, now)
     else:
-        sums = signed_sums(now.exchange.axis, list(map(wide, grads)), opt[WORKER], opt[SERVER])
-        for m, v, g, (segment,) in zip(momenta, variances, sums, now.segments, strict=True):
-            now.write(m, plus(m * beta1, masks.masked(g.mul_(v > 0), segment).to(m.dtype), 1 - beta1))
+        for m, g in zip(momenta, sum_in_signs(map(widen, grads), opt, now), strict=True):
+            now.write(m, plus(m * beta1, g.to(m.dtype), 1 - beta1))
     for p, m, v in zip(params, momenta, variances, strict=True):
         u = m / v.sqrt().add_(eps)
         now.write(p, p - u.add_(p * weight_decay).mul_(lr))
@@ -338,26 +354,129 @@ def _step_locally(params: Tensors, grads: Tensors, opt: Slots, now: Now) -> None
     size = now.exchange.size
     names = ("exp_avg", "exp_avg_sq", LOCAL_MOMENTUM, LOCAL_UPDATE)
     for p, g, m, v, share, u in zip(params, grads, *(opt[name] for name in names), strict=True):
-        share += wide(m) / size  # one of the two is 0
+        share += widen(m) / size  # one of the two is 0
         now.write(m, torch.zeros_like(m))
-        share.copy_(plus(share * beta1, wide(g), 1 - beta1)).mul_(v > 0)
-        step = share / wide(v).sqrt().add(eps)
-        u -= step.add_(wide(moved(p, u, size)) * weight_decay / size).mul_(lr)
+        share.copy_(plus(share * beta1, widen(g), 1 - beta1)).mul_(v > 0)
+        step = share / widen(v).sqrt().add(eps)
+        u -= step.add_(widen(add_update(p, u, size)) * weight_decay / size).mul_(lr)
     now.exchange.lr.add_(lr)
 
 
 def _agree(params: Tensors, opt: Slots, now: Now) -> None:
     """Move the parameters by the mean over ranks of their updates, and let all begin anew there."""
     assert now.exchange is not None
-    masks = now.values["masks"]
-    roots = [wide(v).sqrt().add(now.values["eps"]) for v in opt["exp_avg_sq"]]
-    updates = [u * root for u, root in zip(opt[LOCAL_UPDATE], roots, strict=True)]
-    sums = signed_sums(now.exchange.axis, updates, opt[WORKER], opt[SERVER])
+    roots = [widen(v).sqrt().add(now.values["eps"]) for v in opt["exp_avg_sq"]]
+    updates = (u * root for u, root in zip(opt[LOCAL_UPDATE], roots, strict=True))
     lr = now.exchange.lr
-    every = zip(params, opt["exp_avg"], opt["exp_avg_sq"], roots, sums, now.segments, strict=True)
-    for p, m, v, root, x, (segment,) in every:
-        x = masks.masked(x.mul_(v > 0), segment)
+    for p, m, root, x in zip(params, opt["exp_avg"], roots, sum_in_signs(updates, opt, now), strict=True):
         now.write(m, torch.where(lr == 0, 0, -(x / lr)).to(m.dtype))
-        now.write(p, (wide(p) + x / root).to(p.dtype))
+        now.write(p, (widen(p) + x / root).to(p.dtype))
     for mine in (*opt[LOCAL_MOMENTUM], *opt[LOCAL_UPDATE], lr):
         mine.zero_()
+
+
+@attrs.frozen(eq=False)
+class Masks:
+    """Tensors of 0 and 1 by pattern, for the momentum of the parameters whose names match."""
+
+    factory: str  # the optimizer, in errors
+    by_pattern: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, factory: str, masks: Any) -> Masks:
+        """Return the masks of an argument `exp_avg_mask`. Raises `OptimizerError` for anything but tensors by name."""
+        if masks is None:
+            return cls(factory, {})
+        good = isinstance(masks, Mapping) and all(
+            isinstance(x, Tensor) and isinstance(k, str) for k, x in masks.items()
+        )
+        if not good:
+            raise OptimizerError(
+                f"{factory}: exp_avg_mask is not tensors by name",
+                where="exp_avg_mask",
+                got=repr(masks)[:80],
+                want="{pattern: tensor of 0 and 1, ...}",
+            )
+        return cls(factory, {pattern: mask.detach() for pattern, mask in masks.items()})
+
+    def masked(self, x: Tensor, segment: Segment) -> Tensor:
+        """Return x (n,), the momentum of a parameter, times the mask of the first pattern that its name matches."""
+        mask = self._of(segment)
+        return x if mask is None else x * _flat(mask, segment).to(x)
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise `OptimizerError` for a pattern that no parameter's name matches."""
+        for pattern in self.by_pattern:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                raise OptimizerError(
+                    f"{self.factory}: a pattern matches no parameter",
+                    where=f"exp_avg_mask, {pattern!r}",
+                    got=f"{len(names)} parameters",
+                    want="the name of a parameter, with * for any part of it",
+                    hint=did_you_mean(pattern, names) if names else "there is no trainable parameter",
+                )
+
+    def check_shapes(self, segments: Sequence[Sequence[Segment]]) -> None:
+        """Raise `OptimizerError` for a mask of a shape that does not expand to its parameter's."""
+        for segment in (s for inside in segments for s in inside):
+            mask = self._of(segment)
+            if mask is None:
+                continue
+            try:
+                _flat(mask, segment)
+            except RuntimeError as error:
+                raise OptimizerError(
+                    f"{self.factory}: a mask has another shape than its parameter",
+                    where=f"exp_avg_mask, {segment.name}",
+                    got=str(tuple(mask.shape)),
+                    want=f"a shape that expands to {tuple(segment.shape)}",
+                ) from error
+
+    def _of(self, segment: Segment) -> Tensor | None:
+        matching = (mask for pattern, mask in self.by_pattern.items() if fnmatch.fnmatchcase(segment.name, pattern))
+        return next(matching, None)
+
+
+def _flat(mask: Tensor, segment: Segment) -> Tensor:
+    """Return a mask for every element of a parameter (n,)."""
+    return mask.expand(segment.shape).reshape(-1)
+
+
+def write_moments(m: Tensor, v: Tensor, g: Tensor, now: Now) -> None:
+    """Write the next momentum and variance (n,) in a call in which g (n,) is the whole gradient."""
+    beta1, beta2 = now.read("beta1", "beta2")
+    now.write(m, plus(m * beta1, g, 1 - beta1))
+    now.write(v, torch.addcmul(v * beta2, g * (1 - beta2), g))
+
+
+def sum_in_signs(terms: Iterable[Tensor], opt: Slots, now: Now) -> Iterator[Tensor]:
+    """Return the sums over ranks of a tensor for each parameter, sent in signs, by masks: all that optimizers send.
+
+    `opt` has the variance, and the errors, which are written over. Where the variance is 0 sums are too: that element
+    had no gradient in warm-up.
+    """
+    assert now.exchange is not None
+    sums = signed_sums(now.exchange.axis, terms, opt[WORKER], opt[SERVER])
+    moving = (total.mul_(v > 0) for total, v in zip(sums, opt["exp_avg_sq"], strict=True))
+    masks = now.values["masks"]
+    return (masks.masked(total, segment) for total, (segment,) in zip(moving, now.segments, strict=True))
+
+
+def send_momenta(grads: Tensors, opt: Slots, now: Now) -> Iterator[Tensor]:
+    """Return the mean over ranks of beta1 * m + (1 - beta1) * g, sent in signs, as float32 where m is narrower."""
+    assert now.exchange is not None
+    beta1 = now.values["beta1"]
+    share = beta1 / now.exchange.size  # of the momentum that all ranks have: the shares add up, as gradients do
+    return sum_in_signs(
+        (plus(widen(m) * share, widen(g), 1 - beta1) for g, m in zip(grads, opt["exp_avg"], strict=True)), opt, now
+    )
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return x, as float32 if it is narrower."""
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+def plus(x: Tensor, y: Tensor, factor: float | Tensor) -> Tensor:
+    """Return x + factor * y, in one rounding where the factor is on the host."""
+    return x.add_(y * factor) if isinstance(factor, Tensor) else x.add_(y, alpha=factor)

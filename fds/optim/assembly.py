@@ -301,7 +301,7 @@ class Rule:
     ) -> None:
         """Run the rule on every parameter in the slices, and copy the slices to `out`."""
         if now.exchange is not None:
-            opt = {**opt, **now.exchange.own}
+            opt = {**opt, **now.exchange.slots}
         numbers = None
         if self.numbers:
             numbers = {slot: [x for numbers_of in opt[slot] for x in numbers_of.unbind()] for slot in self.numbers}

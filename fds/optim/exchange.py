@@ -1,4 +1,4 @@
-"""`Exchange`: how an optimizer adds numbers up over ranks by itself, in signs; `Phases`: in which calls it does."""
+"""How an optimizer adds numbers up over ranks by itself, in signs: in which calls (`Phases`), and by what messages."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ class Phases(Protocol):
 
     apart: ClassVar[bool]
 
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The slots of float32 numbers, one for each parameter's, that the step has for an optimizer."""
+        return (*ERRORS, LOCAL_MOMENTUM, LOCAL_UPDATE) if self.apart else ERRORS
+
     def local(self, calls: int) -> bool:
         """Say so of the call after so many, skipped ones included: the same on all ranks, known on the host."""
         ...
@@ -42,12 +47,49 @@ class Phases(Protocol):
         return signed_bytes(lengths, size)
 
 
-def remembered(phases: Phases) -> tuple[str, ...]:
-    """Return the slots of float32 numbers, one for each parameter's, that the step has for an optimizer."""
-    return (*ERRORS, LOCAL_MOMENTUM, LOCAL_UPDATE) if phases.apart else ERRORS
+@attrs.frozen
+class AfterWarmUp(Phases):
+    """The phases of an optimizer that sends signs from some call on."""
+
+    apart: ClassVar[bool] = False
+    freeze_step: int
+
+    def local(self, calls: int) -> bool:
+        """Say whether warm-up is over."""
+        return calls >= self.freeze_step
 
 
-def moved(x: Tensor, update: Tensor, size: int) -> Tensor:
+@attrs.frozen
+class GrowingIntervals(Phases):
+    """The phases of 0/1 Adam. Calls are counted from 1 here; those of an interval of k are the multiples of k."""
+
+    apart: ClassVar[bool] = True
+    var_freeze_step: int
+    var_update_scaler: int
+    local_step_scaler: int
+    local_step_clipper: int
+
+    def local(self, calls: int) -> bool:
+        """Say whether gradients stay on their ranks: in all calls but those that update the variance."""
+        if calls >= self.var_freeze_step:
+            return True
+        last, interval = 0, 1
+        while calls + 1 > (last := (last // interval + self.var_update_scaler) * interval):  # the last of this interval
+            interval *= 2
+        return (calls + 1) % interval > 0
+
+    def begins(self, calls: int) -> bool:
+        """Say whether local steps begin: what messages of gradients have lost is nothing to those of updates."""
+        return calls == self.var_freeze_step
+
+    def agrees(self, calls: int) -> bool:
+        """Say whether, where ranks take steps of their own, they agree in the end."""
+        doublings = (calls - self.var_freeze_step) // self.local_step_scaler
+        clipper = self.local_step_clipper
+        return (calls + 1) % min(clipper, 1 << min(doublings, clipper.bit_length())) == 0
+
+
+def add_update(x: Tensor, update: Tensor, size: int) -> Tensor:
     """Return a parameter as one of `size` ranks sees it, given this rank's share of the mean of their updates."""
     return torch.add(x.float() if x.dtype.itemsize < 4 else x, update, alpha=size).to(x.dtype)
 
@@ -57,9 +99,9 @@ BLOCK = 2**16  # numbers that a CPU works on at a time: what it makes of them st
 
 def blocks(x: Tensor) -> Iterator[slice]:
     """Yield parts of x (n,), one after the other: on a CPU small ones, elsewhere all of it."""
-    some = BLOCK if x.device.type == "cpu" else max(len(x), 1)
-    for start in range(0, len(x), some):
-        yield slice(start, min(start + some, len(x)))
+    length = BLOCK if x.device.type == "cpu" else max(len(x), 1)
+    for start in range(0, len(x), length):
+        yield slice(start, min(start + length, len(x)))
 
 
 @attrs.frozen(eq=False)
@@ -71,7 +113,7 @@ class Exchange:
     Attributes:
         calls: calls of the step before this one.
         axis: the data ranks, None for one alone.
-        own: slot -> one tensor per slice, of its shape, float32, which the update writes over: `worker_error` and
+        slots: slot -> one tensor per slice, of its shape, float32, which the update writes over: `worker_error` and
             `server_error`, what the messages of this rank have lost so far; with `Phases.apart` also `local_momentum`
             and `local_update`, its shares of the means over ranks.
         lr: () float64, which the update writes over: the sum of learning rates since ranks agreed; of `by_name` those
@@ -80,7 +122,7 @@ class Exchange:
 
     calls: int
     axis: Axis | None
-    own: Mapping[str, list[Tensor]]
+    slots: Mapping[str, list[Tensor]]
     lr: Any = None
 
     @property
@@ -88,10 +130,10 @@ class Exchange:
         """The number of data ranks."""
         return 1 if self.axis is None else self.axis.size
 
-    def of(self, pattern: str, pick: Callable[[list[Tensor]], list[Tensor]]) -> Exchange:
+    def for_group(self, pattern: str, pick: Callable[[list[Tensor]], list[Tensor]]) -> Exchange:
         """Return the same for some of the slices, which an optimizer under this pattern updates."""
-        own = {slot: pick(tensors) for slot, tensors in self.own.items()}
-        return attrs.evolve(self, own=own, lr=None if self.lr is None else self.lr[pattern])
+        slots = {slot: pick(tensors) for slot, tensors in self.slots.items()}
+        return attrs.evolve(self, slots=slots, lr=None if self.lr is None else self.lr[pattern])
 
 
 def signed_sums(
@@ -112,7 +154,8 @@ def signed_sums(
     nothing.
 
     Source: Tang et al. 2021 (1-bit Adam), arXiv:2102.02888, section 4; the root of the mean square, and a scale for
-    each tensor, are DeepSpeed's.
+    each tensor, are DeepSpeed's, with whose optimizers these agree bit for bit. `fds.transports.onebit` has the mean
+    absolute value of a group, loses nothing of a rank's own slice, and keeps both errors in one slot.
     """
     if axis is None:
         totals = [x + w + s for x, w, s in zip(terms, worker, server, strict=True)]
@@ -182,7 +225,7 @@ def _send(x: Tensor, bits: Tensor) -> Tensor:
     scale = torch.linalg.vector_norm(x) / math.sqrt(max(len(x), 1))
     for row, part in zip(bits, x.split(8 * bits.shape[1]), strict=False):
         for at in blocks(part):
-            some, codes = part[at], row[at.start // 8 : -(-at.stop // 8)]
-            codes.copy_(kernels.sign_bits(torch.nn.functional.pad(some, (0, -len(some) % 8))))
-            some.sub_(torch.copysign(scale, some.add_(0.0)))  # the sign of -0 is that of 0
+            block, codes = part[at], row[at.start // 8 : -(-at.stop // 8)]
+            codes.copy_(kernels.sign_bits(torch.nn.functional.pad(block, (0, -len(block) % 8))))
+            block.sub_(torch.copysign(scale, block.add_(0.0)))  # the sign of -0 is that of 0
     return scale

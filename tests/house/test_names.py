@@ -20,7 +20,7 @@ LEFT = {
     "media": 2,
     "monitors": 1,
     "nn": 4,
-    "optim": 4,
+    "optim": 2,
     "plans": 3,
     "profiling": 1,
     "random.py": 1,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fds.optim import Optimizer, Segment
-from fds.optim.exchange import Exchange, remembered
+from fds.optim.exchange import Exchange
 
 
 def segments_of(shapes: Sequence[Sequence[int]], *, together: bool, names: Sequence[str] | None = None) -> list:
@@ -32,7 +32,7 @@ def flatten(tensors: Sequence[Tensor], *, together: bool) -> list[Tensor]:
 
 def alone(optimizer: Optimizer, flat: Sequence[Tensor]) -> Any:
     """Return what a step remembers for an optimizer that adds up by itself, before the first message."""
-    slots = () if optimizer.phases is None else remembered(optimizer.phases)
+    slots = () if optimizer.phases is None else optimizer.phases.slots
     own = {slot: [torch.zeros_like(x, dtype=torch.float32) for x in flat] for slot in slots}
     return own, torch.zeros((), dtype=torch.float64)
 

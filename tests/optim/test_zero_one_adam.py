@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 import fds
 from fds.errors import OptimizerError
-from fds.optim.momentum import GrowingIntervals
+from fds.optim.exchange import GrowingIntervals
 from tests.bits import assert_same_bits
 from tests.optim.test_onebit_adam import SHAPES, drawn, mean_by_signs, trained
 

@@ -14,7 +14,7 @@ from fds.collectives import Axis
 from fds.errors import ComposeError, LossError
 from fds.layout import Leaf
 from fds.optim import Optimizer
-from fds.optim.exchange import LOCAL_LR, LOCAL_UPDATE, Exchange, Phases, moved, remembered
+from fds.optim.exchange import LOCAL_LR, LOCAL_UPDATE, Exchange, Phases, add_update
 from fds.step.call import Call
 from fds.step.checks.state_check import StateTensors
 from fds.step.drafts import Drafts
@@ -105,7 +105,7 @@ class Reduce:
         """Return part -> bytes that are held in a call in which gradients are not summed: see `footprint`."""
         if self.phases is None:
             return {}
-        kept = {"kept": 4 * len(remembered(self.phases)) * sum(leaf.numel for leaf in trained)}
+        kept = {"kept": 4 * len(self.phases.slots) * sum(leaf.numel for leaf in trained)}
         if not self.phases.apart:
             return kept
         return {**kept, "whole": sum(leaf.numel * leaf.dtype.itemsize for leaf in trained)}
@@ -148,19 +148,19 @@ class NoSync:
         def copied(x: Tensor) -> Tensor:
             return pool.take(x.numel(), x.dtype, x.device).view(x.shape).copy_(x)
 
-        names_of_slots = (*remembered(phases), *([LOCAL_LR] if phases.apart else ()))
+        names_of_slots = (*phases.slots, *([LOCAL_LR] if phases.apart else ()))
         before = {slot: call.own_slots[slot] for slot in names_of_slots}
         if phases.begins(call.calls):
             before = tree.map(torch.zeros_like, before)
         new, structure = tree.map(copied, before), held.structure
         names = [inside[0].name for inside in structure.segments]
-        views = {slot: [new[slot][name].view(-1) for name in names] for slot in remembered(phases)}
+        views = {slot: [new[slot][name].view(-1) for name in names] for slot in phases.slots}
         exchange = Exchange(call.calls, None if shard is None else shard.data, views, new.get(LOCAL_LR))
         made = cls(exchange, before, new)
         drafts.written.append(made)
         params = list(held.parts)
         for i, name in zip(structure.trained, names, strict=True) if phases.apart else ():
-            params[i] = moved(params[i], before[LOCAL_UPDATE][name], exchange.size)
+            params[i] = add_update(params[i], before[LOCAL_UPDATE][name], exchange.size)
         return made, params
 
     @property
@@ -189,7 +189,7 @@ def memories(optimizer: Optimizer) -> Iterator[Memory]:
     """Yield the slots that the step has for an optimizer that leaves `reduce` out in some calls."""
     if optimizer.phases is None:
         return
-    for slot in remembered(optimizer.phases):
+    for slot in optimizer.phases.slots:
         yield Memory(slot, nothing_kept, "partial")
     if optimizer.phases.apart:
         yield Memory(LOCAL_LR, lambda shapes, device: _sums_of_lr(optimizer, device), "replicated")

@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     Mutant(
         "every-rank-has-the-whole-momentum",
-        "fds/optim/momentum.py",
+        "fds/optim/_onebit.py",
         "share = beta1 / now.exchange.size",
         "share = beta1 / 1",
         "the momentum of W ranks is added up W times",
@@ -157,7 +157,7 @@ MUTANTS = (
     ),
     Mutant(
         "elements-without-a-variance-are-thrown-away",
-        "fds/optim/momentum.py",
+        "fds/optim/_onebit.py",
         "total.mul_(v > 0)",
         "total.mul_(v >= 0)",
         "an element that had no gradient in warm-up is updated by a sign over eps",
@@ -205,7 +205,7 @@ MUTANTS = (
     ),
     Mutant(
         "what-gradients-lost-is-added-to-updates",
-        "fds/optim/momentum.py",
+        "fds/optim/exchange.py",
         "return calls == self.var_freeze_step",
         "return False",
         "errors of 0/1 Adam's gradients are sent as those of its sums of updates",
@@ -214,7 +214,7 @@ MUTANTS = (
     Mutant(
         "every-rank-agrees-from-where-it-is",
         "fds/step/sharding/reduce.py",
-        "params[i] = moved(params[i], before[LOCAL_UPDATE][name], exchange.size)",
+        "params[i] = add_update(params[i], before[LOCAL_UPDATE][name], exchange.size)",
         "pass",
         "local steps of 0/1 Adam take the gradient of parameters that are not this rank's",
         "tests/laws/test_law_12_local_steps.py",
@@ -245,7 +245,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-variance-is-updated-one-call-late",
-        "fds/optim/momentum.py",
+        "fds/optim/exchange.py",
         "return (calls + 1) % interval > 0",
         "return calls % interval > 0",
         "whole sums come in other calls than DeepSpeed's",
