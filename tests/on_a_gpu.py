@@ -68,6 +68,7 @@ NOT_ON_A_GPU = {
     "tests/timing": _OF_THE_HOST,
     "tests/reporting": _OF_THE_HOST,
     "tests/examples": _PROCESSES,
+    "tests/fillers": "models of a few float64 numbers on simulated ranks; not tried on a GPU",
     "tests/fuzzing": _PROCESSES,
     "tests/house": _OF_THE_HOST,
     "tests/media": "its subject is the host: files and their memory",
