@@ -109,7 +109,7 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
         value = getattr(step, station.name)
         if station.name != "eval_loss" and value not in (station.default, None, (), {}):
             stations[station.name] = _station(station.name, value)
-            if station.name == "condition" and step.shard and step.reduction.phases:
+            if station.name == "condition" and step.shard and not step.reduction.always_sums:
                 stations["condition"] += "; in calls that do not sum gradients of each rank's own, by its norm"
         if station.name == "memory":  # what follows is not a station
             break

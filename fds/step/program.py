@@ -234,6 +234,6 @@ class Step(Stations):
 
     def metrics(self, setup: Setup, decision: Decision, new: State, update: Update) -> dict[str, Tensor]:
         """Return the metrics of a call: those of the loss, of the decision and of the scale."""
-        rates, norm = setup.values.rates(), self.reduction.phases is None
+        rates, norm = setup.values.rates(), self.reduction.always_sums
         metrics = decision.metrics(new.step, rates, update.failed, norm=norm)
         return metrics | contracts.reported(self.scale, setup.state.slots, setup.call.device)

@@ -60,6 +60,7 @@ def test_this_test_sees_a_branch_a_comparison_and_a_feature():
 STEP = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "fds/step").rglob("*.py"))}
 OF_USERS = {"After", "Synchronize"}  # protocols of what users write: one of ours each is enough
 MOST_BY_POSITION = 8
+PHASES = "fds.optim.exchange"
 
 
 def names_of(node: ast.ClassDef) -> set[str]:
@@ -101,3 +102,10 @@ def test_the_stage_of_zero_is_asked_for_in_one_place():
     compared = ((path, node) for path, tree in STEP.items() for node in ast.walk(tree) if isinstance(node, ast.Compare))
     asking = {path.name for path, node in compared if re.search(r"\bstage\b.*\d", ast.unparse(node))}
     assert asking == {"shard.py"}
+
+
+def test_one_file_of_the_step_knows_that_an_optimizer_has_phases():
+    nodes = [(path.name, node) for path, tree in STEP.items() for node in ast.walk(tree)]
+    reading = {name for name, node in nodes if isinstance(node, ast.Attribute) and node.attr == "phases"}
+    importing = {name for name, node in nodes if isinstance(node, ast.ImportFrom) and node.module == PHASES}
+    assert reading == importing == {"reduce.py"}

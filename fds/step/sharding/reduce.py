@@ -38,6 +38,7 @@ class Reduce:
     """The dtype in which gradients travel, None for that of their sum, and by which transport."""
 
     phases: ClassVar[Phases | None] = None  # in which calls gradients are not summed: in none
+    always_sums: ClassVar[bool] = True  # gradients, in every call
     is_summed: ClassVar[bool] = True  # in a call that is opened
     arguments: ClassVar[Mapping[str, Any]] = {}  # of the update in that call, besides its own
 
@@ -120,6 +121,8 @@ class Reduce:
 @attrs.frozen
 class WhileWarm(Reduce):
     """The same where an optimizer has gradients stay on their ranks in some calls: those after its warm-up."""
+
+    always_sums: ClassVar[bool] = False
 
     phases: Phases = attrs.field(kw_only=True)  # pyright: ignore[reportIncompatibleVariableOverride]
 
