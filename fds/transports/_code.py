@@ -89,6 +89,16 @@ class Code:
         arrived = message.new_empty(axis.size * message.shape[1])
         return axis.start_all_gather(arrived, message[0]), arrived.view(axis.size, -1)
 
+    def spread(self, axis: Axis, own: Tensor, whole: Tensor, kept: Tensor | None) -> Work:
+        """Begin to share `own` (n,); all decode the same messages into `whole` (size * n,), the sender too."""
+        work, messages = self.share(axis, own, kept)
+        return Pending(work, lambda: self.decode_all(messages, whole))
+
+    def decode_all(self, messages: Tensor, whole: Tensor) -> None:
+        """Write the numbers of all messages (size, num_bytes) to `whole` (size * n,), in their order."""
+        for message, out in zip(messages, whole.view(len(messages), -1), strict=True):
+            self.decode(message, out)
+
 
 @attrs.frozen(eq=False)
 class Arriving:
@@ -143,10 +153,7 @@ class Coded(Transport):
         arriving = self.code.exchange(axis, pieces, errors)
 
         def finish() -> None:
-            work, messages = self.code.share(axis, arriving.sum(), None if errors is None else errors[axis.index])
-            work.wait()
-            for message, piece in zip(messages, pieces, strict=True):
-                self.code.decode(message, piece)
+            self.code.spread(axis, arriving.sum(), pieces, None if errors is None else errors[axis.index]).wait()
             own.copy_(pieces.view(-1)[:n])
             if kept is not None and errors is not None:
                 kept.add_(errors.view(-1)[:n])
@@ -154,13 +161,11 @@ class Coded(Transport):
         return Pending(arriving.work, finish)
 
     def spread(self, axis: Axis, own: Tensor, whole: Tensor, kept: Tensor | None) -> Work:
-        """Send sums to all, coded; all decode the same messages, the sender too."""
-        work, messages = self.code.share(axis, own, kept)
-        return Pending(work, lambda: self._decode(messages, whole))
+        """Send sums to all, coded."""
+        return self.code.spread(axis, own, whole, kept)
 
     def gather(self, axis: Axis, part: Tensor, whole: Tensor) -> Work:
-        work, messages = self.code.share(axis, part, None)
-        return Pending(work, lambda: self._decode(messages, whole))
+        return self.code.spread(axis, part, whole, None)
 
     def bytes_sent(self, leg: Leg, numel: int, dtype: torch.dtype, size: int) -> float:
         if leg == "combine":
@@ -173,10 +178,6 @@ class Coded(Transport):
         each = Expected.of(axis, "all_to_all", axis.size * self.code.num_bytes(n), torch.uint8)
         to_all = Expected.of(axis, "all_gather", self.code.num_bytes(n), torch.uint8)
         return {"reduce": [each], "combine": [each, to_all]}.get(leg, [to_all])
-
-    def _decode(self, messages: Tensor, whole: Tensor) -> None:
-        for message, out in zip(messages, whole.view(len(messages), -1), strict=True):
-            self.code.decode(message, out)
 
     def __repr__(self) -> str:
         return self.text

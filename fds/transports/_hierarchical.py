@@ -114,8 +114,7 @@ class Hierarchical(Transport):
 
         def decode(everything: Tensor) -> None:
             by_rank = everything.view(local.size, node.size, -1).transpose(0, 1).flatten(0, 1)
-            for message, out in zip(by_rank, whole.view(axis.size, -1), strict=True):
-                self.outer.code.decode(message, out)
+            self.outer.code.decode_all(by_rank, whole)
 
         return Relay(first, inside)
 

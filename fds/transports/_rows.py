@@ -108,15 +108,7 @@ class Rows(Transport):
         return self._send("combine", axis, own[None], by_rows, lambda: LOSSLESS.combine(axis, own, None))
 
     def spread(self, axis: Axis, own: Tensor, whole: Tensor, kept: Tensor | None) -> Work:
-        def by_rows(code: Code) -> Work:
-            work, messages = code.share(axis, own, None)
-
-            def finish() -> None:
-                for message, out in zip(messages, whole.view(axis.size, -1), strict=True):
-                    code.decode(message, out)
-
-            return Pending(work, finish)
-
+        by_rows = lambda code: code.spread(axis, own, whole, None)
         return self._send("spread", axis, own[None], by_rows, lambda: LOSSLESS.spread(axis, own, whole, None))
 
     def bytes_sent(self, leg: Leg, numel: int, dtype: torch.dtype, size: int) -> float:

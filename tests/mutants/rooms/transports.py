@@ -8,8 +8,8 @@ MUTANTS = (
     Mutant(
         "the-error-of-sums-is-forgotten",
         "fds/transports/_code.py",
-        "work, messages = self.code.share(axis, own, kept)",
-        "work, messages = self.code.share(axis, own, None)",
+        "return self.code.spread(axis, own, whole, kept)",
+        "return self.code.spread(axis, own, whole, None)",
         "at stage 0 what the second message loses is lost for good",
         LAW,
     ),
