@@ -80,9 +80,7 @@ class Reduce:
         if shard is None:
             return InPlace.over(leaves, dtype, landing)
         predivide = shard.divisor([self.dtype or dtype or kind for kind in kinds])
-        kept = None
-        if self.transport.keeps:
-            kept = Kept(slots[SLOT], seeds.scale, predivide, pool)
+        kept = Kept(slots[SLOT], seeds.scale, predivide, pool) if self.transport.keeps else None
         return Bucketed(
             structure,
             leaves,
@@ -138,7 +136,8 @@ class WhileWarm(Reduce):
 class NoSync:
     """A call in which gradients stay on their ranks: the optimizer exchanges something else, and writes over slots."""
 
-    exchange: Exchange
+    is_summed: bool  # whether this rank has the whole gradient, being alone
+    arguments: Mapping[str, Any]  # of the update, besides its own
     before: Mapping[str, Any]  # slot -> by trained parameter; of learning rates by pattern, or one
     new: Mapping[str, Any]  # the same in other memory, which the update writes
 
@@ -147,34 +146,20 @@ class NoSync:
         cls, phases: Phases, call: Call, drafts: Drafts, held: StateTensors, shard: Shard | None, pool: Pool
     ) -> tuple[NoSync, list[Tensor]]:
         """Open it; return with it what is held of the parameters, moved to where this rank has moved them."""
-
-        def copied(x: Tensor) -> Tensor:
-            return pool.take(x.numel(), x.dtype, x.device).view(x.shape).copy_(x)
-
-        names_of_slots = (*phases.slots, *([LOCAL_LR] if phases.apart else ()))
-        before = {slot: call.own_slots[slot] for slot in names_of_slots}
+        before = {slot: call.own_slots[slot] for slot in (*phases.slots, *[LOCAL_LR] * phases.apart)}
         if phases.begins(call.calls):
             before = tree.map(torch.zeros_like, before)
-        new, structure = tree.map(copied, before), held.structure
+        new = tree.map(lambda x: pool.take(x.numel(), x.dtype, x.device).view(x.shape).copy_(x), before)
+        structure, axis = held.structure, None if shard is None else shard.data
         names = [inside[0].name for inside in structure.segments]
         views = {slot: [new[slot][name].view(-1) for name in names] for slot in phases.slots}
-        exchange = Exchange(call.calls, None if shard is None else shard.data, views, new.get(LOCAL_LR))
-        made = cls(exchange, before, new)
+        exchange = Exchange(call.calls, axis, views, new.get(LOCAL_LR))
+        made = cls(axis is None, {"exchange": exchange}, before, new)
         drafts.written.append(made)
         params = list(held.parts)
         for i, name in zip(structure.trained, names, strict=True) if phases.apart else ():
             params[i] = add_update(params[i], before[LOCAL_UPDATE][name], exchange.size)
         return made, params
-
-    @property
-    def is_summed(self) -> bool:
-        """Whether a rank alone has the whole gradient: if there is no other."""
-        return self.exchange.axis is None
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What the update is given besides its own."""
-        return {"exchange": self.exchange}
 
     def sums(self, structure: Structure, shard: Shard | None, *others: Any) -> InPlace | Bucketed:
         """Prepare to sum gradients over microbatches alone."""
