@@ -13,6 +13,7 @@ def fake_quantization(bits: Mapping[int, int], name: str = "ranges"):
 
     `bits` says from which update on matrices have how many bits b: `{0: 8, 1000: 4}`. The range of a matrix is the
     largest absolute value that it has had (Jacob et al. 2018, arXiv:1712.05877), `state.slots[name]`.
+    Ranks that have pieces of a matrix round by what all have had before, and by the piece's own values.
     """
 
     def zeros(shapes, device):

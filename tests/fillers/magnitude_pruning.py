@@ -35,7 +35,10 @@ class Prunes:
         weights, masks = ([x[i][s.offset : s.offset + s.length] for i, s in parts] for x in (params, opt["mask"]))
         if (call.calls + 1) % self.every == 0:  # known on the host, since ranks meet
             bits = [x.abs().float().view(torch.int32) for x in weights]  # integers in the order of the magnitudes
-            least = self.threshold(bits, self.sparsity((call.step + 1).double()), call.device)
+            places = [entry.placement for entry in call.dimensions.entries]
+            counts = [all(place.counts([s.name])[0] for place in places) for _, s in parts]
+            counted = [b for b, is_counted in zip(bits, counts, strict=True) if is_counted]  # on one of the ranks
+            least = self.threshold(counted, self.sparsity((call.step + 1).double()), call.device)
             for mask, b in zip(masks, bits, strict=True):
                 new = (b >= least).to(mask.dtype)
                 mask.copy_(new if skip is None else torch.where(skip, mask, new))
@@ -49,7 +52,7 @@ class Prunes:
         for digit in reversed(range(31)):
             higher = least + 2**digit
             below = self.summed(sum(((b < higher).sum() for b in bits), torch.zeros_like(total)))
-            least = torch.where(below <= (share * total).round(), higher, least)
+            least = torch.where(below <= share * total, higher, least)
         return least
 
     def summed(self, count):
@@ -70,7 +73,7 @@ def magnitude_pruning(sparsity: Callable[[Tensor], Tensor], every: int, axis: Ax
     """Zero the share `sparsity(t)` of all elements of matrices, the smallest, and keep them zero until it is more.
 
     The mask is made anew in every `every`th call, after t updates (Zhu & Gupta 2017, arXiv:1710.01878); a skipped one
-    leaves it to the next. `axis` is the one over which `shard_optimizer` slices the parameters.
+    leaves it to the next. `axis` has all ranks that share the step, such as `mesh["dp"]` or `mesh["pp", "dp"]`.
     """
     rule = Prunes(sparsity, every, None if axis is None else axis.channel("magnitude_pruning"))
     return lambda step: fill(step, after=rule)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import fds
 from tests.fillers.expert_parallel import by_experts, expert_parallel
+from tests.fillers.magnitude_pruning import magnitude_pruning
 
 EXPERTS, WIDTH, ROWS, CALLS, LR, NORM = 4, 4, 16, 4, 0.5, 0.2
 G = torch.Generator().manual_seed(0)
@@ -45,8 +46,9 @@ def dense_loss(params, batch):
     return ((x + weight[:, None] * out) @ params["head"] - y).square().mean()
 
 
-def composed(mesh, stage, microbatches=1):
+def composed(mesh, stage, microbatches=1, *transforms):
     return fds.compose(
+        *transforms,
         fds.accumulate(microbatches),
         expert_parallel(mesh["ep"], "experts.*"),
         fds.shard_optimizer(mesh["dp"], stage=stage),
@@ -108,6 +110,15 @@ def test_microbatches_of_experts_add_up(stage, by_hand):
         return train(step, step.init(PARAMS), mesh)[1]
 
     close(fds.simulate(body, 4)[0], by_hand)
+
+
+def test_a_pruning_mask_counts_each_expert_and_each_copy_once():
+    def body(dp, ep):
+        mesh = fds.mesh(dp=dp, ep=ep)
+        step = composed(mesh, 3, 1, magnitude_pruning(lambda t: 0.5, 2, mesh["dp", "ep"]))
+        return train(step, step.init(PARAMS), mesh)[1]
+
+    close(fds.simulate(lambda: body(2, 2), 4)[0], body(1, 1))
 
 
 def test_a_run_goes_on_with_other_experts_a_rank(by_hand, tmp_path):
