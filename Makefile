@@ -152,8 +152,9 @@ package: $(READY)  ## build the source distribution and the wheel into dist, and
 gallery: $(READY)  ## draw the schedules of docs/pipelines.md again, into docs/images
 	@$(BIN)/python docs/draw_schedules.py $(ARGS)
 
-architecture: $(READY)  ## draw the rooms of ARCHITECTURE.md again, into docs/architecture.svg
+architecture: $(READY)  ## draw docs/architecture.svg again, and write the lines of docs/design/walk.md
 	@$(BIN)/python docs/draw_architecture.py
+	@$(BIN)/python docs/number_walk.py
 
 docs: $(DOCS)  ## build the documentation's site into site/, without a network; a dead link fails
 	@$(MKDOCS) build --strict $(ARGS)
