@@ -36,10 +36,9 @@ from fds.collectives.traffic import Traffic, counting
 from tests.bits import bits
 from tests.compositions import Composition, Start
 from tests.families import compositions
+from tests.traffic import SMALL
 
 Words = dict[str, str]
-# what small messages are for; others carry buckets, activations, fragments, or are a loss's or an optimizer's own
-SMALL = {"scalars", "weights", "notes", "buffers", "norm", "step", "batch", "offload", "what lives elsewhere"}
 
 
 def main() -> int:

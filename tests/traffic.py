@@ -11,6 +11,9 @@ from fds.collectives import Axis
 from fds.collectives.links import Collective
 from fds.collectives.traffic import Traffic, counting
 
+# what small messages are for; others carry buckets, activations, fragments, or are a loss's or an optimizer's own
+SMALL = {"scalars", "weights", "notes", "buffers", "norm", "step", "batch", "offload", "what lives elsewhere"}
+
 
 @attrs.define(eq=False)
 class _Chosen(Traffic):

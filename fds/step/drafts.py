@@ -19,8 +19,9 @@ from fds.step.agreement import Agreement
 from fds.step.call import Call, seeded
 from fds.step.checks import contracts
 from fds.step.memory import TOGETHER, Memory, Merge
+from fds.step.residency.contract import Deferred, Residency
 from fds.step.sharding.handles import materialize
-from fds.step.totals import Decision
+from fds.step.totals import Decision, Put
 
 Place = tuple[str, str]  # a slot and the key path of an entry in it, "" for a slot that is a tensor
 
@@ -104,10 +105,10 @@ class Drafts:
                 value.clone(memory_format=torch.contiguous_format) if old is None else TOGETHER[merge](old, value)
             )
 
-    @property
-    def early(self) -> Callable[[Agreement], Callable[[], None]] | None:
-        """`put`, where what was noted is there when the step decides; None where nothing may be."""
-        return self.put if self.kinds and not self.late else None
+    def puts(self, residency: Residency) -> list[Put]:
+        """Return who puts in entries when the step decides: what failed elsewhere, and notes that are there by then."""
+        notes = [self.put] if self.kinds and not self.late else []
+        return [residency.put, *notes] if isinstance(residency, Deferred) else notes
 
     def put(self, agreement: Agreement) -> Callable[[], None]:
         """Put in all entries, on every rank; return the function that takes what ranks have made of them."""

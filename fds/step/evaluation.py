@@ -199,7 +199,7 @@ def seen_parameters(step: Stations, state: State) -> Any:
         stations.opened(params.tree, (), setting, "values given to views", plain=True) as (seen, _),
     ):
         copies = tree.map(torch.clone, seen)
-    hear(residency, step.everyone)
+    hear(residency)
     return step.dimensions.collect(copies)
 
 
@@ -233,7 +233,7 @@ def _local(step: Stations, state: State) -> Local:
             params.close()
             if order is not None:
                 order.joins.clear()
-        hear(residency, step.everyone)
+        hear(residency)
         return ran
 
     return local

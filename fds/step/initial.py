@@ -23,7 +23,7 @@ from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import check_finite, check_own
 from fds.step.memory import first_slots
 from fds.step.residency.chunks import first_opt
-from fds.step.residency.contract import Residency, check_apart, deferred, heard, is_held, text_of
+from fds.step.residency.contract import Residency, check_apart, deferred, hear, is_held, put_off, text_of
 from fds.step.residency.lives import resident, settled
 from fds.step.structure import Structure, contiguous_copy, frozen_names
 from fds.step.views import encode
@@ -137,12 +137,13 @@ def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device
         step.memory, held, structure.trained_shapes, whole_shapes(step, structure), device, key, step.dimensions
     )
     opt: dict[str, list[Tensor | None]] = {}
-    with heard(residency, step.everyone):
+    with put_off(residency):
         with random.seeded(key, "optimizer", *step.dimensions.coordinates):
             opt = first_opt(residency, structure, flat, device)
         if residency.kinds:
             leaves = [_settled(step, residency, structure, at, x, device) for at, x in tree.paths(slots).items()]
             slots = tree.flatten(slots)[1](leaves)
+    hear(residency)
     state = State(
         step=torch.zeros((), dtype=torch.int64, device=device),
         calls=torch.zeros((), dtype=torch.int64, device="cpu"),

@@ -36,7 +36,7 @@ def whole_parameters(step: Stations, state: State, doing: str, *, copies: bool) 
     residency = deferred(step.place.residency, step.everyone)
     masters = step.masters(structure, parts, state.step.device, residency)
     params = _whole(step, structure, parts, masters, copies=copies)
-    hear(residency, step.everyone)
+    hear(residency)
     if step.encodings:
         call = step.call(state, training=False)
         whole = [decode(step.encodings, x, structure.leaves[name], call) for name, x in tree.paths(params).items()]
@@ -116,7 +116,7 @@ def into(step: Stations, module: Any, state: State, prefix: str, buffers_prefix:
     if not step.dimensions.differing:
         residency = deferred(step.place.residency, step.everyone)
         _in_turn(step, structure, step.masters(structure, parts, state.step.device, residency), use)
-        hear(residency, step.everyone)
+        hear(residency)
     for _, there, x in pairs:
         if not x.is_meta:
             there.copy_(x)

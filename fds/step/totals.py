@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
@@ -151,6 +152,7 @@ def averaged(buffers: dict[str, Tensor], agreement: Agreement, data: Axis | None
     return lambda: {name: entry.value for name, entry in entries.items()}
 
 
+Put = Callable[[Agreement], Callable[[], None]]
 Agreed = tuple[Totals, Tensor | None, dict[str, Tensor]]  # totals, norm and module statistics
 
 
@@ -160,7 +162,7 @@ def put_all(
     norm: Tensor | None,
     buffers: dict[str, Tensor],
     data: Axis | None,
-    notes: Callable[[Agreement], Callable[[], None]] | None,
+    puts: Sequence[Put],
     *,
     used: bool = True,
     repeats: tuple[int, int] = (0, 1),
@@ -173,14 +175,14 @@ def put_all(
         norm: () of what only this rank has of the gradients, or None.
         buffers: module statistics, which the ranks along `data` have in common.
         data: those ranks.
-        notes: puts in what fillers noted, and returns the function that takes it; None where nothing was.
+        puts: put in what others have, before all else; each returns the function that takes what came of it.
     """
+    takes = list(map(operator.call, puts, itertools.repeat(agreement)))
     counted, common = totals.put(agreement, used=used, repeats=repeats), averaged(buffers, agreement, data)
     joint = None if norm is None else agreement.norm(norm)
-    take = None if notes is None else notes(agreement)
 
     def agreed() -> Agreed:
-        if take is not None:
+        for take in takes:
             take()
         return counted(), None if joint is None else joint.value, common()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import math
 import os
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 import fds
 from fds.errors import DiskError, DiskFullError, DonatedStateError, FdsError
 from fds.media.arena import Arena
+from fds.step import fill, transform
 from tests import ranks
 from tests.bits import assert_same_bits, snapshot
 from tests.laws import problems
+from tests.laws.mapped import Mapped
 from tests.laws.test_law_4_sharding import batch_of, share
 from tests.laws.test_law_11_residency import ALL
 
@@ -114,6 +117,74 @@ def test_all_ranks_say_where_there_is_no_room_and_whose_update_was_not_written(t
     (other, theirs), (own, mine) = ranks.run(begin, tmp_path, kind)
     assert own == "the disk is full" and own in other and "where: rank 1" in other
     assert "failed to write" in mine and "failed to write" in theirs and "rank 1 of dp" in theirs
+
+
+class Failing(Mapped):
+    """Fail at the n-th of what it is asked to make, read or write."""
+
+    fails = ("", 0)
+
+    def check(self, what):
+        name, rest = self.fails
+        self.fails = (name, rest - (name == what))
+        if self.fails == (what, -1):
+            raise OSError("the disk is full")
+
+    def make(self, x, leaf):
+        self.check("make")
+        return super().make(x, leaf)
+
+
+AXES = {
+    "stage 0": ({"dp": 2}, lambda mesh: [fds.shard_optimizer(mesh["dp"], stage=0, bucket_bytes=64)]),
+    "stage 1": ({"dp": 2}, lambda mesh: [fds.shard_optimizer(mesh["dp"], stage=1, bucket_bytes=64)]),
+    "stage 3": ({"dp": 2}, lambda mesh: [fds.shard_optimizer(mesh["dp"], stage=3, bucket_bytes=64)]),
+    "pipeline": ({"pp": 2}, lambda mesh: [fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=2)]),
+    "local updates": (
+        {"replica": 2, "dp": 2},
+        lambda mesh: [
+            fds.local_updates(mesh["replica"], every=2),
+            fds.shard_optimizer(mesh["dp"], stage=1, bucket_bytes=64),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("what", "n"), [("make", 0), ("make", 9), ("read", 0), ("read", 5), ("write", 0)])
+@pytest.mark.parametrize(("axes", "early"), [*((x, False) for x in AXES), ("stage 1", True), ("stage 3", True)])
+def test_whatever_fails_on_one_rank_is_raised_on_all_and_the_state_goes_on(tmp_path, axes, early, what, n):
+    shape, parts = AXES[axes]
+    local = "replica" in shape
+    problem, kinds = problems.layers(5, torch.float32, 0.0, False), ("params", "opt", "gradients")
+    fails = (what, n % 2 if local else n)
+
+    def body():
+        mesh, residency = fds.mesh(**shape), Failing(tmp_path, ("slots",) if local else kinds)
+        step = fds.compose(
+            placed(residency, early), *parts(mesh), fds.clip_by_global_norm(0.1), fds.ema(0.9), fds.adamw(0.01)
+        )(problem.loss)
+        state = step.init(problem.params)
+        batch = problem.batch
+        if "pp" not in shape:
+            batch = share(batch_of(problem, 2 * math.prod(shape.values())), mesh.rank, math.prod(shape.values()))
+        state, _ = step(state, batch)
+        want, _ = step(state, batch)
+        before = snapshot(state)
+        residency.fails = fails if mesh.rank == math.prod(shape.values()) - 1 else ("", 0)
+        with pytest.raises((OSError, DiskError), match="the disk is full") as caught:
+            step(state, batch)
+        residency.fails = ("", 0)
+        assert_same_bits(state, before)
+        assert_same_bits(step(state, batch)[0], want)
+        return caught.type
+
+    *others, own = fds.simulate(body, math.prod(shape.values()))
+    assert own is OSError and set(others) == {DiskError}
+
+
+@transform
+def placed(residency, early):
+    return lambda step: fill(step, place={"residency": residency, "speculate": early})
 
 
 def spend(directory):

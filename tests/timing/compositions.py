@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from typing import Any
 
 import torch
 from torch import nn
 
 import fds
+from fds.optim import Optimizer
 from fds.timing import MessageTable
+from tests.laws.noting import noting
 
 WIDTH, ROWS = 8, 12
 Case = tuple[dict[str, int], Any, Any]  # axes of the mesh; mesh -> transforms; () -> a loss of layers
@@ -51,7 +54,9 @@ def sharded(stage, *others, loss=None, shape=None, **options) -> Case:
         more = {"replicate": mesh["copies"]} if "copies" in sizes else {}
         more |= {"secondary": mesh["local"]} if "local" in sizes else {}
         axis = mesh["dp", "local"] if "local" in sizes else mesh["dp"]
-        return [fds.shard_optimizer(axis, stage=stage, **{"bucket_bytes": 300, **options, **more}), *others]
+        first = [fds.tensor_parallel(mesh["tp"], CUT)] if "tp" in sizes else []
+        first += [fds.local_updates(mesh["r"], every=2)] if "r" in sizes else []
+        return [*first, fds.shard_optimizer(axis, stage=stage, **{"bucket_bytes": 300, **options, **more}), *others]
 
     return sizes, parts, loss or dense()
 
@@ -66,9 +71,16 @@ def piped(schedule, *others, loss=None, stage=None, shape=None, **options) -> Ca
     return shape or {"pp": 2}, parts, loss or dense()
 
 
+def on_disk(**options):
+    """Moments, masters and summed gradients on a disk."""
+    disk = fds.disk(FOLDER.name, buffer_bytes=4096)
+    return fds.offload(disk, masters=disk, gradients=disk, **options)
+
+
 BF16, HALF = fds.precision(torch.bfloat16), fds.precision(torch.float16)
 CLIP, SCALE, ACC = fds.clip_by_global_norm(1.0), fds.loss_scale(initial=2.0**8), fds.accumulate(3)
 FOUR, GRID = {"copies": 2, "dp": 2}, {"pp": 2, "dp": 2}
+FOLDER = tempfile.TemporaryDirectory(prefix="fds-messages-")
 PLANS, QUANTIZED = fds.plans, fds.transports.quantized(8)
 
 CASES: dict[str, Case] = {
@@ -105,16 +117,40 @@ CASES: dict[str, Case] = {
     "1F1B, stage 1": piped(PLANS.one_f_one_b, CLIP, stage=1, shape=GRID),
     "1F1B, stage 2": piped(PLANS.one_f_one_b, stage=2, shape=GRID),
     "1F1B, stage 3, 16 bits": piped(PLANS.one_f_one_b, BF16, stage=3, shape=GRID),
+    "stage 0, disk": sharded(0, on_disk()),
+    "stage 1, disk, donated": sharded(1, on_disk(), CLIP, fds.donate()),
+    "stage 1, disk, two copies": sharded(1, on_disk(), shape=FOUR),
+    "stage 2, disk, early": sharded(2, on_disk(speculate=True), CLIP, ACC),
+    "stage 1, disk, early, Mean": sharded(1, on_disk(speculate=True), loss=dense(criterion=weighted)),
+    "stage 3, disk, average": sharded(3, on_disk(), fds.ema(0.9)),
+    "1F1B, disk": piped(PLANS.one_f_one_b, on_disk()),
+    "stage 2, top-k": sharded(2, gradients=fds.transports.topk(0.2)),
+}
+CUT = {"0": "column", "1": "row"}
+# those of which a loss, an optimizer or what follows sends messages of its own: only small ones are predicted
+OTHERS: dict[str, Case] = {
+    "stage 2, Mean, scale, notes": sharded(
+        2, ACC, fds.loss_scale(), noting(WIDTH), CLIP, loss=dense(criterion=weighted)
+    ),
+    "1-bit Adam": sharded(0, fds.onebit_adam(1e-3, freeze_step=2, eps=1e-2)),
+    "local updates": ({"r": 2}, lambda mesh: [fds.local_updates(mesh["r"], every=2)], dense()),
+    "local updates, stage 1": sharded(1, shape={"r": 2, "dp": 2}),
+    "tensor": ({"tp": 2}, lambda mesh: [fds.tensor_parallel(mesh["tp"], CUT), CLIP], dense()),
+    "tensor, stage 1, disk": sharded(1, on_disk(), shape={"dp": 2, "tp": 2}),
 }
 
 
 def run(name: str, calls: int = 2, every: int | None = 1) -> tuple[MessageTable, fds.State]:
     """Run a composition on this rank; return the table of `calls` calls after two, which learn, and the state."""
-    shape, parts, loss = CASES[name]
+    shape, parts, loss = (CASES | OTHERS)[name]
     mesh, made = fds.mesh(**shape), loss()
-    step = fds.compose(*parts(mesh), fds.adamw(1e-3))(made)
+    transforms = parts(mesh)
+    optimizer = [] if isinstance(transforms[-1], Optimizer) else [fds.adamw(1e-3)]
+    step = fds.compose(*transforms, *optimizer)(made)
     state = step.init(made.init, key=0)
-    generator = torch.Generator().manual_seed(0 if "pp" in shape else mesh.rank)
+    same = {"pp", "tp"} & shape.keys()
+    place = mesh.rank if not same else mesh["dp"].index if {"tp", "dp"} <= shape.keys() else 0
+    generator = torch.Generator().manual_seed(place)
     batch = tuple(torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2))
     messages = fds.messages(every=every)
     for i in range(2 + calls):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import attrs
 import torch
@@ -15,9 +15,11 @@ from fds.collectives import Axis
 from fds.errors import ComposeError, DiskError, is_a
 from fds.optim.returned import in_words
 from fds.step import foreach
+from fds.step.agreement import Agreement
 from fds.step.ranges import in_range
 from fds.step.structure import Structure
 
+WHAT = "what lives elsewhere"  # of messages
 Slice = int | tuple[int, int, int]  # by its index, or its first and last + 1 element too
 
 
@@ -225,12 +227,17 @@ def broken(residency: Residency, method: str, got: str, want: str) -> ComposeErr
     )
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Deferred:
-    """A residency in one call of all ranks. Once it failed it reads zeros, and writes nothing, of a call that fails."""
+    """A residency in one call of all ranks, which hear what fails. What it cannot read it reads as zeros.
+
+    Once it failed it writes nothing, of a call that fails; all ranks go on until they agree that it does.
+    """
 
     residency: Residency
+    everyone: Axis
     failed: list[Exception] = tree.new(list)
+    counted: Tensor | None = None  # failures of the ranks that have agreed so far, ()
 
     @property
     def kinds(self) -> Collection[str]:
@@ -260,7 +267,9 @@ class Deferred:
 
     def read(self, old: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
         """Begin to read; return the function that waits."""
-        begun = self._tried(lambda: waiting(self.residency, "read", self.residency.read(old, device)))
+        begun = None
+        if not any(x.is_meta for x in old):  # what there was no memory for
+            begun = self._tried(lambda: waiting(self.residency, "read", self.residency.read(old, device)))
 
         def wait() -> list[Tensor]:
             copies = None if begun is None else self._tried(begun)
@@ -282,45 +291,60 @@ class Deferred:
             self.failed.append(error)
             return None
 
+    def put(self, agreement: Agreement) -> Callable[[], None]:
+        """Put in how often this failed; return the function that raises it, once all ranks have counted."""
+        before, device = self.counted, self.everyone.device
+        mine = torch.full((), len(self.failed), dtype=torch.float64, device=device) if before is None else before
+        counts = agreement.sum(mine)
+
+        def take() -> None:
+            self.counted = counts.value
+            all_have = before is not None or agreement.axis is None or agreement.axis.size == self.everyone.size
+            if all_have and int(counts.value):  # read on the host: from here on memory is written over
+                self.raise_on_all()
+
+        return take
+
+    def raise_on_all(self) -> NoReturn:
+        """Raise what failed, in a call in which all ranks know that something did: on the others `DiskError`."""
+        failed = self.failed
+        texts = self.everyone.exchange(f"{type(failed[0]).__name__}: {failed[0]}" if failed else None, WHAT)
+        if failed:
+            raise failed[0]
+        rank = next(i for i, text in enumerate(texts) if text is not None)
+        raise DiskError(
+            "another rank could not read or write what lives elsewhere",
+            where=f"rank {rank} of {self.everyone.name}",
+            got=texts[rank],
+            want="all ranks to end the call",
+        )
+
     def __repr__(self) -> str:
         return text_of(self.residency)
 
 
 def deferred(residency: Residency, everyone: Axis | None) -> Residency:
     """Return a residency whose errors `hear` raises, for a call of the ranks that share a step; of one rank itself."""
-    return residency if everyone is None or not residency.kinds else Deferred(residency)
+    return residency if everyone is None or not residency.kinds else Deferred(residency, everyone)
 
 
-def hear(residency: Residency, everyone: Axis | None) -> None:
-    """Raise on all ranks what failed on one, of a residency that `deferred` returned.
+def hear(residency: Residency) -> None:
+    """Raise on all ranks what failed on one, of a residency that `deferred` returned, in a small message.
 
     The rank raises the error that it had, the others `DiskError`.
     """
-    if everyone is None or not isinstance(residency, Deferred):
-        return
-    failed, what = residency.failed, "what lives elsewhere"
-    if not any(count for (count,) in everyone.exchange_numbers([len(failed)], what)):
-        return
-    texts = everyone.exchange(f"{type(failed[0]).__name__}: {failed[0]}" if failed else None, what)
-    if failed:
-        raise failed[0]
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise DiskError(
-                "another rank could not read or write what lives elsewhere",
-                where=f"rank {rank} of {everyone.name}",
-                got=text,
-                want="all ranks to end the call",
-            )
+    if isinstance(residency, Deferred):
+        counts = residency.everyone.exchange_numbers([len(residency.failed)], WHAT)
+        if any(count for (count,) in counts):
+            residency.raise_on_all()
 
 
 @contextlib.contextmanager
-def heard(residency: Residency, everyone: Axis | None) -> Generator[None]:
-    """Run inside what meets no other ranks, and `hear` what it raises too."""
+def put_off(residency: Residency) -> Generator[None]:
+    """Run inside what meets no other ranks; where ranks are to hear of failures, what it raises is one of them."""
     try:
         yield
     except Exception as error:
         if not isinstance(residency, Deferred):
             raise
         residency.failed.append(error)
-    hear(residency, everyone)

@@ -22,7 +22,7 @@ from fds.step.gradients import Gradients
 from fds.step.new_leaves import Apart, pooled
 from fds.step.ranges import profiled
 from fds.step.residency.chunks import is_separate
-from fds.step.residency.contract import heard
+from fds.step.residency.contract import Deferred, put_off
 from fds.step.residency.in_chunks import InChunks
 from fds.step.residency.lives import Column
 from fds.step.residency.visit import Chunk, Visit, chunks_of_leaves
@@ -48,7 +48,7 @@ class Early(InChunks):
 
     def __attrs_post_init__(self) -> None:
         self.step.chunks(self.setup.held.structure)  # on which all ranks agree
-        with heard(self.setup.residency, self.step.everyone):
+        with put_off(self.setup.residency):
             self.apart = self._leaves_apart()
         self.expects, self.tells = (self.expect,), self.tell
 
@@ -56,6 +56,8 @@ class Early(InChunks):
         """Take for granted what the totals of all ranks lead to, and begin visits; `mine` are this rank's."""
         assert self.store is not None
         step, setup, wide = self.step, self.setup, self.store.wide
+        if isinstance(setup.residency, Deferred) and setup.residency.failed:  # there may be no memory to update
+            return
         norm = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=setup.call.device)
         decides = step.skips or guesses(mine)
         decision = Decision.of(every, norm, setup.scale, predivide, setup.call.device, decides=decides)
@@ -69,7 +71,8 @@ class Early(InChunks):
 
     def tell(self, grads: Mapping[int, Tensor]) -> None:
         """Take gradients that are complete, and update what waits for nothing else."""
-        assert self.visit is not None
+        if self.visit is None:  # of a call that fails
+            return
         with torch.no_grad(), profiled("optimizer"):
             self.visit.tell(grads)
 

@@ -17,7 +17,7 @@ from fds.step.gradients import Gradients
 from fds.step.new_leaves import Apart, NewLeaves, new_leaves
 from fds.step.ranges import in_range
 from fds.step.residency.chunks import Piece, with_frozen
-from fds.step.residency.contract import hear, heard
+from fds.step.residency.contract import Deferred, hear, put_off
 from fds.step.residency.landing import Landing, Tell
 from fds.step.residency.lives import Column, Lives
 from fds.step.residency.visit import Chunk, Run, Visit, chunks_of_leaves
@@ -42,14 +42,19 @@ class InChunks(Update):
         first = [members[0] for members in structure.members.values()] if structure.sharded else range(len(trained))
         dtypes = [step.sum.dtype or trained[i].dtype for i in first]
         late = [k for k, inside in enumerate(structure.segments) if inside and step.dimensions.is_late(inside[0].name)]
-        with heard(setup.residency, step.everyone):
+        elsewhere = [False] * len(dtypes)
+        with put_off(setup.residency):
             elsewhere = step.lives(structure, setup.state).landed
-            self.store = Landing.of(setup.residency, structure, elsewhere, dtypes, device, late, pool, self.tells)
+        self.store = Landing.of(setup.residency, structure, elsewhere, dtypes, device, late, pool, self.tells)
         return self.store
 
     def complete(self, sums: list[Tensor]) -> list[Tensor]:
         """Return all sums where they live, once they are there."""
-        return sums if self.store is None else self.store.finish(sums)
+        sums = sums if self.store is None else self.store.finish(sums)
+        if isinstance(self.setup.residency, Deferred):  # before ranks agree, so that they hear of what fails here
+            with put_off(self.setup.residency):
+                self.leaves = self.open()
+        return sums
 
     def close(self) -> None:
         """Wait for the gradients that are read and written."""
@@ -97,10 +102,10 @@ class InChunks(Update):
 
     def open(self) -> NewLeaves:
         """Return memory for what the update writes, where that lives."""
-        step, setup = self.step, self.setup
-        with heard(setup.residency, step.everyone):
-            pool, after = step.runtime.pool, step.followers
-            return new_leaves(step.place, self.lives, pool, setup.state, setup.held, after, self.apart)
+        if self.leaves is not None:
+            return self.leaves
+        step, setup, pool = self.step, self.setup, self.step.runtime.pool
+        return new_leaves(step.place, self.lives, pool, setup.state, setup.held, step.followers, self.apart)
 
     @in_range("optimizer")
     def write(self, leaves: NewLeaves, grads: Gradients) -> None:
@@ -150,7 +155,7 @@ class InChunks(Update):
     def follow(self, slots: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return parameters and slots of the next state; raise what failed on the way there, on every rank."""
         followed = super().follow(slots)
-        hear(self.setup.residency, self.step.everyone)
+        hear(self.setup.residency)
         return followed
 
     def slot_after(self, rule: After, slot: Any, params: Any, call: Call) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fds import tree
 from fds.step import foreach
 from fds.step.pool import Pool
-from fds.step.residency.contract import Residency, check_apart, made, read_back, waiting
+from fds.step.residency.contract import Residency, check_apart, made, put_off, read_back, waiting
 from fds.step.residency.lives import resident
 from fds.step.structure import Structure
 
@@ -64,9 +64,11 @@ class Landing:
             fresh.append(made(residency, x, resident(structure, "gradients", parts[j])))
             return fresh[-1]
 
-        memory, _ = pool.copies(likes, (structure, device, *dtypes), make=make, copied=lambda j: False)
-        if fresh:
-            check_apart(residency, memory)
+        memory = [x.to("meta") for x in likes]  # of a call that fails: sums are let go
+        with put_off(residency):
+            memory, _ = pool.copies(likes, (structure, device, *dtypes), make=make, copied=lambda j: False)
+            if fresh:
+                check_apart(residency, memory)
         wide = torch.float64 in dtypes
         leaves = dict(zip(slices, memory, strict=True))
         dtype = torch.float64 if wide or device.type == "cuda" else torch.float32

@@ -17,6 +17,7 @@ from fds.step.agreement import Agreement
 from fds.step.all_stations import Stations
 from fds.step.drafts import Drafts
 from fds.step.residency.chunks import chunk_bytes, chunks_of, with_frozen
+from fds.step.residency.contract import WHAT, deferred
 from fds.step.residency.lives import elsewhere, groups
 from fds.step.seeds import Seeds
 from fds.step.sharding.order import Want
@@ -252,9 +253,8 @@ def _all(step: Stations, structure: Structure, state: State, everyone: Axis) -> 
     yield from _of_agreement(step, structure, state, everyone)
     if step.synchronize is not None:
         yield from (attrs.evolve(one, at_most=True) for one in step.synchronize.messages(structure))
-    kinds = step.place.residency.kinds  # who reads and writes elsewhere hears from all ranks whether they could
-    times = 0 if not kinds else 2 + ("gradients" in kinds or step.place.speculate) + step.place.speculate
-    yield Expected.of(everyone, "all_gather", 1, torch.int64, count=times, what="what lives elsewhere")
+    if step.place.residency.kinds:  # at the end ranks hear whether all could read and write
+        yield Expected.of(everyone, "all_gather", 1, torch.int64, what=WHAT)
 
 
 def _of_buckets(step: Stations, structure: Structure, shard: Shard) -> Iterator[Expected]:
@@ -338,14 +338,14 @@ def _of_agreement(step: Stations, structure: Structure, state: State, everyone: 
     metrics = {name: zero if name.endswith(": mean") else zero.long() for name in asked.get("step", ())}
     totals = Totals(zero, zero.double(), metrics, divisor=1 if divides else None)
 
-    norm = zero if normed else None
+    norm, puts = zero if normed else None, drafts.puts(deferred(step.place.residency, everyone))
     if (group := dimensions.group) is not None:
         agreement, data, repeats = Agreement(group, 0), dimensions.data, dimensions.repeats
-        put_all(agreement, totals, norm, state.buffers, data, drafts.early, repeats=repeats)
+        put_all(agreement, totals, norm, state.buffers, data, puts, repeats=repeats)
         yield from agreement.messages()
     if (local := dimensions.local) is not None:  # which adds up what groups have added up
         agreement = Agreement(local, 0)
-        put_all(agreement, attrs.evolve(totals, divisor=None), norm, state.buffers, local, drafts.early)
+        put_all(agreement, attrs.evolve(totals, divisor=None), norm, state.buffers, local, puts)
         yield from agreement.messages()
     if drafts.late:
         agreement = Agreement(everyone, 0)

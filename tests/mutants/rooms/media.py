@@ -126,7 +126,7 @@ MUTANTS = (
     Mutant(
         "ranks-do-not-hear-of-an-update",
         "fds/step/residency/in_chunks.py",
-        "hear(self.setup.residency, self.step.everyone)",
+        "hear(self.setup.residency)",
         "pass",
         "after a write that failed a rank goes on with zeros, and says nothing",
         "tests/laws/test_law_11_on_failing_disks.py -k no_room",
