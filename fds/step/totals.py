@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 
@@ -177,7 +176,9 @@ def put_all(
         data: those ranks.
         puts: put in what others have, before all else; each returns the function that takes what came of it.
     """
-    takes = list(map(operator.call, puts, itertools.repeat(agreement)))
+    takes = list[Callable[[], None]]()
+    for put in puts:
+        takes += [put(agreement)]
     counted, common = totals.put(agreement, used=used, repeats=repeats), averaged(buffers, agreement, data)
     joint = None if norm is None else agreement.norm(norm)
 
