@@ -176,7 +176,7 @@ def put_all(
         data: those ranks.
         puts: put in what others have, before all else; each returns the function that takes what came of it.
     """
-    takes = list[Callable[[], None]]()
+    takes: list[Callable[[], None]] = []
     for put in puts:
         takes += [put(agreement)]
     counted, common = totals.put(agreement, used=used, repeats=repeats), averaged(buffers, agreement, data)
