@@ -98,6 +98,8 @@ def link_names(markdown: str) -> str:
 
 def on_page_content(html: str, *, page: Page, **kwargs: Any) -> str:
     """Mark the page by its name, for the style sheet, and leave folded sources out of the search."""
+    if page.present_anchor_ids is not None:  # mkdocs looks into no block of code
+        page.present_anchor_ids |= set(re.findall(r'id="(__codelineno-[\d-]+)"', html))
     html = html.replace(
         '<details class="mkdocstrings-source"', '<details data-search-exclude class="mkdocstrings-source"'
     )

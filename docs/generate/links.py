@@ -50,6 +50,7 @@ def rewrite(text: str, file: str, page: str) -> str:
             return match[1]
         there = os.path.normpath(os.path.join(os.path.dirname(file), target))
         to = page_of(there)
+        anchor = re.sub(r"^L(\d+)$", r"__codelineno-0-\1", anchor)  # a line of a file, as GitHub and the site name it
         return os.path.relpath(to, os.path.dirname(page) or ".") + hash_ + anchor
 
     return outside_fences(text, lambda part: LINK.sub(change, part))

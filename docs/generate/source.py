@@ -15,7 +15,8 @@ def page(path: str) -> str:
     file = ROOT / path
     code = file.read_text().rstrip()
     fence = "```" if "```" not in code else "````"
-    return f"{HEAD}# {path}\n\n{fence}{{ .{LANGUAGES.get(file.suffix, 'text')} }}\n{code}\n{fence}\n"
+    language = LANGUAGES.get(file.suffix, "text")
+    return f"{HEAD}# {path}\n\n{fence}{{ .{language} linenums='1' }}\n{code}\n{fence}\n"
 
 
 def modules(path: str) -> list[str]:
