@@ -11,6 +11,7 @@ Source: Chen et al. 2016, arXiv:1604.06174; Griewank and Walther 2000 (Algorithm
 
 import functools
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import PurePath
 from typing import Any, ClassVar
 
@@ -40,6 +41,10 @@ MATMULS = (
 # torch does not say of what types their arguments are
 _recomputed: Callable[..., Any] = checkpoint.checkpoint  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
 _hooks = torch.autograd.graph.saved_tensors_hooks
+# torch 2.14 asks whether what a policy keeps passes hooks; ours are for inputs, results are moved afterwards
+_BESIDE_HOOKS = (
+    {"respect_saved_tensors_hooks": False} if "respect_saved_tensors_hooks" in signature(_recomputed).parameters else {}
+)
 _contexts: Callable[..., Any] = checkpoint.create_selective_checkpoint_contexts  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
 
 
@@ -104,7 +109,7 @@ class Recompute:
         call = functools.partial(_recomputed, use_reentrant=False, preserve_rng_state=False)
         contexts = None if self.policy is None else _contexts(self.policy)
         if contexts is not None:
-            call = functools.partial(call, context_fn=lambda: contexts)
+            call = functools.partial(call, context_fn=lambda: contexts, **_BESIDE_HOOKS)
         if apart is None or not torch.is_grad_enabled():
             out = call(_chain, group, *args)
         else:

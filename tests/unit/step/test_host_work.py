@@ -162,7 +162,9 @@ def test_a_compiled_loss_costs_what_torch_takes_of_it():
         loss(batch).backward()
         return calls(lambda: loss(batch).backward())
 
+    # torch 2.14 itself needs 2.5 C calls a leaf less than 2.13, the step 2 less
+    ours = 4.6 if torch.__version__ < "2.14" else 5.1
     got = per_leaf(lambda n: of_a_step(n, (fds.compile(backend="aot_eager"),)), 2, 6)
     module = per_leaf(of_torch, 2, 6)
     assert got["call"] <= module["call"] + 2.6
-    assert got["c_call"] <= module["c_call"] + 4.6
+    assert got["c_call"] <= module["c_call"] + ours
