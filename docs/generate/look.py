@@ -22,6 +22,7 @@ PAGES = (
     "pipelines.html",
     "config-keys.html",
     "gallery.html",
+    "design/walk.html",
     "reference/index.html",
     "reference/transforms.html",
     "examples/02_accumulate.html",
