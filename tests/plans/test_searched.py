@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fds.errors import PlanError
+from fds.plans.letters import Times, fits, letters_of, plan_of, timed
 from fds.plans.plan import Op, Plan
 from fds.plans.schedules import gpipe, one_f_one_b, zb_h1, zb_h2
-from fds.plans.search import Times, fits, greedy, letters_of, plan_of, preferences, searched, timed
+from fds.plans.search import greedy, preferences, searched
 from fds.plans.simulator import Costs, simulate
 from fds.plans.validation import validate
 

@@ -16,7 +16,8 @@ from fds.errors import BatchError, FdsError, RankError
 from fds.plans import Action, Op, Plan, assign_buffers, communicate, forwards_of, linear, overlap, recorder, simulate
 from fds.plans.plan import COMPUTE
 from fds.step import Kept, Order, Seeds, Totals, profiled
-from fds.transforms.pipeline.post import Item, Packet, Post
+from fds.transforms.pipeline.packets import Packet
+from fds.transforms.pipeline.post import Item, Post
 from fds.transforms.pipeline.stage import Stage
 
 

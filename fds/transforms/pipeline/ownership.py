@@ -15,7 +15,7 @@ from fds.collectives import Axis
 from fds.collectives.traffic import Expected
 from fds.errors import LossError
 from fds.step import Owned, Placement
-from fds.transforms.pipeline.post import Shape
+from fds.transforms.pipeline.packets import Shape
 
 
 @attrs.frozen(slots=False, eq=False, repr=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -21,96 +21,11 @@ from fds import tree
 from fds.collectives import Axis, Work
 from fds.collectives.links import dry
 from fds.collectives.traffic import Expected
-from fds.errors import BatchError, LossError
+from fds.errors import LossError
 from fds.plans import Action, Op
+from fds.transforms.pipeline.packets import Packet, Shape, other_shape, text_of
 
 Item = tuple[str, int, int]  # ("activation" or "gradient", the stage that needs it, microbatch)
-
-
-@attrs.frozen(eq=False)
-class Packet:
-    """An activation: the leaves of a pytree, and which of them want a gradient."""
-
-    leaves: list[Any]
-    structure: Any
-    wants: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, value: Any) -> Packet:
-        """Return the packet of what a layer returned, or of a part of the batch."""
-        leaves, structure = tree.parts(value)
-        return cls(leaves, structure, tuple(isinstance(x, Tensor) and x.requires_grad for x in leaves))
-
-    def build(self, leaves: Sequence[Any]) -> Any:
-        """Return a pytree of this structure."""
-        return self.structure.unflatten(leaves)
-
-    def loose(self) -> Packet:
-        """Return the packet without its graph."""
-        free = [x.detach() if isinstance(x, Tensor) else x for x in self.leaves]
-        return Packet(free, self.structure, self.wants)
-
-    def header(self, where: str) -> dict[str, Any]:
-        """Return what the receiver must know, as JSON. Raises `LossError` for what cannot be sent."""
-        try:
-            structure = tree.dump_structure(self.structure)
-        except Exception as error:  # whatever a container's own way to be written raises
-            raise LossError(
-                "a layer returned a container that cannot be sent to the next stage",
-                where=where,
-                got=str(error)[:200],
-                want="tuples, lists, dicts, records of fds.tree.record",
-            ) from error
-        leaves = [_described(x, want, where) for x, want in zip(self.leaves, self.wants, strict=True)]
-        return {"structure": structure, "leaves": leaves}
-
-
-@attrs.frozen
-class Shape:
-    """What is known of a packet before it comes: of every leaf dtype, shape and whether it wants a gradient."""
-
-    structure: Any
-    tensors: tuple[tuple[torch.dtype, tuple[int, ...], bool] | None, ...]  # None: the leaf is the value itself
-    values: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, header: dict[str, Any]) -> Shape | None:
-        """Read a header; None where it says that the stage has failed."""
-        if "failed" in header:
-            return None
-        tensors = tuple(
-            (getattr(torch, leaf["dtype"]), tuple(leaf["shape"]), leaf["wants"]) if "dtype" in leaf else None
-            for leaf in header["leaves"]
-        )
-        values = tuple(leaf.get("value") for leaf in header["leaves"])
-        return cls(tree.load_structure(header["structure"]), tensors, values)
-
-    def packet(self, tensors: Sequence[Tensor]) -> Packet:
-        """Return the packet with these tensors in their places."""
-        left = iter(tensors)
-        leaves = [value if kind is None else next(left) for kind, value in zip(self.tensors, self.values, strict=True)]
-        return Packet(leaves, self.structure, tuple(kind is not None and kind[2] for kind in self.tensors))
-
-
-def _described(x: Any, wants: bool, where: str) -> dict[str, Any]:
-    if isinstance(x, Tensor):
-        if x.layout is not torch.strided:
-            raise LossError(
-                "a layer returned a tensor that cannot be sent to the next stage",
-                where=where,
-                got=str(x.layout),
-                want="a dense tensor",
-                hint="x.to_dense() as the last layer of the stage",
-            )
-        return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "wants": wants}
-    if x is None or isinstance(x, bool | int | float | str):
-        return {"value": x}
-    raise LossError(
-        "a layer returned a value that cannot be sent to the next stage",
-        where=where,
-        got=repr(x)[:80],
-        want="tensors, numbers, strings, None",
-    )
 
 
 @attrs.define(eq=False)
@@ -180,8 +95,8 @@ class Border:
             header: dict[str, Any] = {"failed": True} if self.dynamic or self.known is None else self.known
         else:
             header = packet.header("")
-            if not announces and _text(header) != _text(self.known):
-                raise _other_shape(header, self.known)
+            if not announces and text_of(header) != text_of(self.known):
+                raise other_shape(header, self.known)
         shape = Shape.of(header) if announces else self.shape
         if packet is not None:
             tensors = [x for x in packet.leaves if isinstance(x, Tensor)]
@@ -191,7 +106,7 @@ class Border:
         messages = _bytes(tensors)  # from here on nothing of ours can fail, and leave the other rank waiting
         if announces:
             self.known, self.shape = header, shape
-            text = torch.frombuffer(bytearray(_text(header).encode()), dtype=torch.uint8)
+            text = torch.frombuffer(bytearray(text_of(header).encode()), dtype=torch.uint8)
             messages = [*_bytes([torch.tensor([len(text)], dtype=torch.int64, device="cpu"), text]), *messages]
         self.shapes[i] = self.shape
         return self.activations.send(messages)
@@ -373,30 +288,6 @@ def _bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the elements of tensors one after another, as they are to be read: not sparse, no lazy conjugate."""
     strided = [x if x.layout is torch.strided else x.to_dense() for x in (x.detach() for x in tensors) if x.numel()]
     return [x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for x in strided]
-
-
-def _text(header: Any) -> str:
-    """Return a header as it is sent: NaN is NaN, and 1 is not True."""
-    return json.dumps(header)
-
-
-def _other_shape(header: Any, known: Any) -> BatchError:
-    def show(header: Any, other: Any) -> str:
-        leaf: Callable[[Any], str] = lambda x: (
-            f"{x['dtype']} {tuple(x['shape'])}" + ("" if x["wants"] else " without gradient")
-            if "dtype" in x
-            else repr(x["value"])
-        )
-        text = ", ".join(map(leaf, header["leaves"]))
-        alike = _text(header["structure"]) == _text(other["structure"])
-        return text if alike else f"{text} in {_text(header['structure'])}"
-
-    return BatchError(
-        "microbatches make activations of different shapes or kinds",
-        got=show(header, known),
-        want=f"{show(known, header)}, as the first",
-        hint="pipeline(..., dynamic_shapes=True)",
-    )
 
 
 # action -> whether it sends, what, and over which border of its stage: that after it, or that before

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from fds import autodiff, loss as losses
 from fds.step import Cut, Microbatch
-from fds.transforms.pipeline.post import Packet
+from fds.transforms.pipeline.packets import Packet
 
 Grads = Sequence[Tensor | None]  # by leaf of a packet
 

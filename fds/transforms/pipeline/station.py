@@ -18,7 +18,8 @@ from fds.microbatches import Microbatches
 from fds.step import Pass, PassResult, Runtime, SplitBatch, Totals, materialize, rows
 from fds.transforms.pipeline.computations import Computations, Failure, Lowered, first_failure, run_alone, run_row
 from fds.transforms.pipeline.ownership import Ownership
-from fds.transforms.pipeline.post import Packet, Post, expected
+from fds.transforms.pipeline.packets import Packet
+from fds.transforms.pipeline.post import Post, expected
 from fds.transforms.pipeline.stage import Stage
 
 

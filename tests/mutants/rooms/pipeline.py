@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "shape-of-the-first-for-all",
         "fds/transforms/pipeline/post.py",
-        "if not announces and _text(header) != _text(self.known):",
+        "if not announces and text_of(header) != text_of(self.known):",
         "if False:",
         "a microbatch of another shape is sent as if it had that of the first",
         "tests/pipeline/test_messages.py -k 'lengths or shape'",
