@@ -35,9 +35,9 @@ NAMES = [
 ]
 
 
-def one_process(*transforms, optimizer=None, num_microbatches=3, batch=BATCH):
+def one_process(*transforms, optimizer=None, num_microbatches=3, batch=BATCH, layers=LAYERS):
     """Return the step with accumulation, and what comes of two calls."""
-    loss = fds.Layers(LAYERS, token_mean)
+    loss = fds.Layers(layers, token_mean)
     step = fds.compose(fds.accumulate(num_microbatches), *transforms, optimizer or fds.sgd(0.1))(loss)
     return called(step, batch)
 
@@ -136,16 +136,16 @@ def test_a_pattern_freezes_where_its_parameters_are(pattern):
         assert_same_bits({name: got[name] for name in frozen}, {name: initial[name] for name in frozen})
 
 
-def beside_data_ranks(*transforms, stage, bucket_bytes):
+def beside_data_ranks(*transforms, stage, bucket_bytes, layers=LAYERS, partition=CUT):
     """Return the parameters of one process, and those of two pipelines of two ranks, each with the same rows."""
     twice = tree.map(lambda x: torch.cat([x, x]), BATCH)
-    _, _, _, want = one_process(*transforms, num_microbatches=6, batch=twice)
+    _, _, _, want = one_process(*transforms, num_microbatches=6, batch=twice, layers=layers)
 
     def run():
         mesh = fds.mesh(pp=2, dp=2)
-        cut = fds.pipeline(plans.zb_h1, mesh["pp"], num_microbatches=3, partition=CUT)
+        cut = fds.pipeline(plans.zb_h1, mesh["pp"], num_microbatches=3, partition=partition)
         sharded = fds.shard_optimizer(mesh["dp"], stage=stage, bucket_bytes=bucket_bytes)
-        return called(fds.compose(cut, sharded, *transforms, fds.sgd(0.1))(fds.Layers(LAYERS, token_mean)), BATCH)[3]
+        return called(fds.compose(cut, sharded, *transforms, fds.sgd(0.1))(fds.Layers(layers, token_mean)), BATCH)[3]
 
     return want, fds.simulate(run, 4)
 
@@ -160,6 +160,15 @@ def test_all_parameters_of_one_stage_may_be_frozen_beside_data_ranks(stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_tied_parameter_shares_no_bucket_with_those_of_its_stages_alone(stage):
     want, ranks = beside_data_ranks(stage=stage, bucket_bytes=2**20)
+    for got in ranks:
+        assert_close(got, want)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_bucket_waits_for_each_part_of_the_gradient_of_layers_that_one_stage_has_twice(stage):
+    tied = fds.TiedLayerSpec("block", Block, 6, 0.1)  # in backward its first part comes early, its last one last
+    layers = [EMBED, tied, fds.LayerSpec(Block, 6, 0.1), tied, HEAD]
+    want, ranks = beside_data_ranks(stage=stage, bucket_bytes=2**20, layers=layers, partition=[0, 1, 5])
     for got in ranks:
         assert_close(got, want)
 

@@ -97,7 +97,7 @@ MUTANTS = (
         "self.ties = len(set(names)) < len(names)",
         "self.ties = len(set(names)) > len(names)",
         "a bucket is reduced when the first part of a tied parameter's gradient has come",
-        "tests/laws/test_law_5_pipelines.py tests/pipeline/test_halves.py -k 'tied or beside_data_ranks_are'",
+        "tests/pipeline/test_transforms.py -k has_twice",
     ),
     Mutant(
         "notes-of-tied-layers-twice",
