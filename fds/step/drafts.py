@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -105,10 +106,10 @@ class Drafts:
                 value.clone(memory_format=torch.contiguous_format) if old is None else TOGETHER[merge](old, value)
             )
 
-    def puts(self, residency: Residency) -> list[Put]:
+    def puts(self, residency: Residency, device: torch.device) -> list[Put]:
         """Return who puts in entries when the step decides: what failed elsewhere, and notes that are there by then."""
         notes = [self.put] if self.kinds and not self.late else []
-        return [residency.put, *notes] if isinstance(residency, Deferred) else notes
+        return [functools.partial(residency.put, device), *notes] if isinstance(residency, Deferred) else notes
 
     def put(self, agreement: Agreement) -> Callable[[], None]:
         """Put in all entries, on every rank; return the function that takes what ranks have made of them."""

@@ -219,14 +219,14 @@ class Step(Stations):
         totals, buffers, drafts = local.totals, local.buffers, setup.drafts
         if (group := dimensions.group) is not None:
             agreement, used = Agreement(group, calls), any(local.used) or not local.used
-            data, repeats, puts = dimensions.data, dimensions.repeats, drafts.puts(setup.residency)
+            data, repeats, puts = dimensions.data, dimensions.repeats, drafts.puts(setup.residency, device)
             agreed = put_all(agreement, totals, norm, buffers, data, puts, used=used, repeats=repeats)
             agreement.count()
             totals, norm, buffers = agreed()
         decision = Decision.of(totals, norm, setup.scale, local.predivide, device, decides=decides)
         if (apart := dimensions.local) is not None:
             agreement, shared = Agreement(apart, calls), attrs.evolve(totals, divisor=None)
-            agreed = put_all(agreement, shared, decision.norm, buffers, apart, drafts.puts(setup.residency))
+            agreed = put_all(agreement, shared, decision.norm, buffers, apart, drafts.puts(setup.residency, device))
             agreement.count()
             totals, norm, buffers = agreed()
             decision = decision.shared(totals, norm, apart.size)

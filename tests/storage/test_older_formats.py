@@ -22,7 +22,8 @@ def recorded(tmp_path_factory):
     def unpacked(name):
         folder = tmp_path_factory.mktemp(name)
         with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
-            archive.extractall(folder, filter="data")
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # none before Python 3.11.4
+            archive.extractall(folder)
         return folder, loaded(GOLDEN / f"{name}.py")
 
     return {number: unpacked(f"format_{number}") for number in (2, 3)}

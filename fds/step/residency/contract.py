@@ -291,9 +291,9 @@ class Deferred:
             self.failed.append(error)
             return None
 
-    def put(self, agreement: Agreement) -> Callable[[], None]:
+    def put(self, device: torch.device, agreement: Agreement) -> Callable[[], None]:
         """Put in how often this failed; return the function that raises it, once all ranks have counted."""
-        before, device = self.counted, self.everyone.device
+        before = self.counted
         mine = torch.full((), len(self.failed), dtype=torch.float64, device=device) if before is None else before
         counts = agreement.sum(mine)
 

@@ -338,7 +338,7 @@ def _of_agreement(step: Stations, structure: Structure, state: State, everyone: 
     metrics = {name: zero if name.endswith(": mean") else zero.long() for name in asked.get("step", ())}
     totals = Totals(zero, zero.double(), metrics, divisor=1 if divides else None)
 
-    norm, puts = zero if normed else None, drafts.puts(deferred(step.place.residency, everyone))
+    norm, puts = zero if normed else None, drafts.puts(deferred(step.place.residency, everyone), zero.device)
     if (group := dimensions.group) is not None:
         agreement, data, repeats = Agreement(group, 0), dimensions.data, dimensions.repeats
         put_all(agreement, totals, norm, state.buffers, data, puts, repeats=repeats)

@@ -13,5 +13,6 @@ def golden(tmp_path_factory) -> Path:
     """Return the directory of the cases of tests/golden/deepspeed_checkpoints.py."""
     into = tmp_path_factory.mktemp("golden")
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(into, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # none before Python 3.11.4
+        archive.extractall(into)
     return into
