@@ -14,8 +14,8 @@ import attrs
 import torch.distributed as dist
 from torch import Tensor
 
+from fds.collectives.gloo import lost
 from fds.collectives.links import Collective, Link, Work, different
-from fds.collectives.process_groups import lost
 from fds.errors import RankError
 
 GRACE = datetime.timedelta(seconds=5)  # for all ranks to read an error before the rank that hosts the store ends

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from fds.collectives.agreement import Checked
+from fds.collectives.gloo import GlooLink
 from fds.collectives.launch import launched, on_one_node
 from fds.collectives.links import Link
-from fds.collectives.process_groups import GlooLink, NcclLink
+from fds.collectives.nccl import NcclLink
 from fds.errors import MeshError
 
 

@@ -17,7 +17,7 @@ from fds import tree
 from fds.collectives import worlds
 from fds.collectives.axis import Axis
 from fds.collectives.meshes import Mesh
-from fds.collectives.process_groups import NcclLink
+from fds.collectives.nccl import NcclLink
 from fds.errors import MeshError
 from fds.step import fill, transform
 from fds.step.sharding.shard import Shard

@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         "all-reduce-drops-how",
-        "fds/collectives/process_groups.py",
+        "fds/collectives/gloo.py",
         "first = self._reduce_scatter(collective, pieces[self.index], pieces, collective.how, tag)",
         'first = self._reduce_scatter(collective, pieces[self.index], pieces, "sum", tag)',
         "a large all_reduce by maximum on real ranks is a sum",
@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "purposes-of-exchanges-not-compared",
-        "fds/collectives/process_groups.py",
+        "fds/collectives/gloo.py",
         "if any(how != collective.how for how, _ in replies):",
         "if False:",
         "real ranks that exchange values for different purposes take each other's",
@@ -93,7 +93,7 @@ MUTANTS = (
     ),
     Mutant(
         "lost-rank-unnamed",
-        "fds/collectives/process_groups.py",
+        "fds/collectives/gloo.py",
         'lost_rank = f"rank {peer}" if peer is not None else "a rank"',
         'lost_rank = "a rank"',
         "the error does not say which rank was lost",

@@ -1,8 +1,8 @@
-"""Links over process groups of torch.distributed. Over NCCL collectives are torch's own, with one group per axis.
+"""Links over gloo: collectives composed of messages between pairs of ranks, and what is said of ranks that are lost.
 
-Over gloo they are composed of messages between pairs of ranks; sums are taken locally, in rank order. gloo's own
-reduce-scatter and all-gather of 64 MB took 99 and 74 ms on two ranks, messages and a local sum 30 and 24 (64 KB: 0.77
-and 0.57 against 0.27 and 0.19). All messages use one process group; an axis needs no group of its own, only tags.
+The process group is torch.distributed's; sums are taken locally, in rank order. gloo's own reduce-scatter and
+all-gather of 64 MB took 99 and 74 ms on two ranks, messages and a local sum 30 and 24 (64 KB: 0.77 and 0.57 against
+0.27 and 0.19). All messages use one process group; an axis needs no group of its own, only tags.
 `ProcessGroup.send` and `dist.isend` take the same time; the former has a tag argument. Splitting a message into 2 to 16
 parts gained nothing at any size.
 """
@@ -259,7 +259,7 @@ class Messages:
         return self.over
 
     def _named(self, peer: int) -> contextlib.AbstractContextManager:
-        return _naming(self.link, self.collective, self.link.ranks[peer])
+        return naming(self.link, self.collective, self.link.ranks[peer])
 
 
 @attrs.define(eq=False)
@@ -285,7 +285,7 @@ def _digest(data: tuple, modulus: int) -> int:
 
 
 @contextlib.contextmanager
-def _naming(link: GlooLink, collective: Collective, peer: int | None = None) -> Iterator[None]:
+def naming(link: GlooLink, collective: Collective, peer: int | None = None) -> Iterator[None]:
     """Raise `RankError` in place of torch's error when another rank failed, or Ctrl-C closed gloo's connections."""
     try:
         yield
@@ -336,68 +336,3 @@ def lost(
         if late
         else "look at the output of the rank that ended first",
     )
-
-
-# renamed in torch 2.13, which warns about the old names
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-@attrs.frozen(eq=False)
-class NcclLink:
-    """The link of one axis over its own NCCL group, whose ranks are in the order of the axis."""
-
-    group: dist.ProcessGroup
-    host: GlooLink
-
-    def start(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
-        """Start a collective on NCCL's stream; tensors of the CPU go over gloo."""
-        return (
-            self.host.start(collective, out, x) if x.device.type == "cpu" else self.start_in_group(collective, out, x)
-        )
-
-    def start_in_group(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
-        """Start a collective of tensors that the group carries."""
-        to = {"group": self.group, "async_op": True}
-        with _naming(self.host, collective):
-            match collective.op:
-                case "all_gather":
-                    work = _all_gather(out, x, **to)
-                case "reduce_scatter":
-                    work = _reduce_scatter(out, x, **to)
-                case "all_reduce":
-                    work = dist.all_reduce(x, _OPS[collective.how], **to)
-                case "all_to_all":
-                    work = dist.all_to_all_single(out, x, **to)
-                case "broadcast":
-                    work = dist.broadcast(x, self.host.ranks[collective.peer], **to)
-                case "send":
-                    work = dist.isend(x, self.host.ranks[collective.peer], self.group)
-                case _:
-                    assert collective.op == "recv", collective
-                    work = dist.irecv(out, self.host.ranks[collective.peer], self.group)
-        return _NcclWork(self.host, collective, work, (out, x))
-
-    def exchange(self, collective: Collective, text: str) -> list[str]:
-        """Return the texts of all ranks, sent over gloo."""
-        return self.host.exchange(collective, text)
-
-
-@attrs.define(eq=False)
-class _NcclWork:
-    """Torch's work, for which the current stream waits, and the tensors that are kept alive for it."""
-
-    host: GlooLink
-    collective: Collective
-    work: Any
-    held: tuple[Tensor, ...]
-
-    def wait(self) -> None:
-        if self.held:
-            with _naming(self.host, self.collective):
-                self.work.wait()
-            self.held = ()
-
-    def done(self) -> bool:
-        return not self.held or self.work.is_completed()
