@@ -37,13 +37,14 @@ from fds.step.totals import Totals
 class Reduce:
     """The dtype in which gradients travel, None for that of their sum, and by which transport."""
 
-    phases: ClassVar[Phases | None] = None  # in which calls gradients are not summed: in none
     always_sums: ClassVar[bool] = True  # gradients, in every call
     is_summed: ClassVar[bool] = True  # in a call that is opened
     arguments: ClassVar[Mapping[str, Any]] = {}  # of the update in that call, besides its own
 
     dtype: torch.dtype | None = None
     transport: Transport = LOSSLESS
+    # in which calls gradients are not summed: in none
+    phases: Phases | None = attrs.field(default=None, init=False, repr=False)
 
     def open(
         self, call: Call, drafts: Drafts, held: StateTensors, shard: Shard | None, pool: Pool
@@ -122,7 +123,7 @@ class WhileWarm(Reduce):
 
     always_sums: ClassVar[bool] = False
 
-    phases: Phases = attrs.field(kw_only=True)  # pyright: ignore[reportIncompatibleVariableOverride]
+    phases: Phases = attrs.field(kw_only=True)
 
     @classmethod
     def of(cls, reduce: Reduce, optimizer: Optimizer | None) -> Reduce:
