@@ -1,6 +1,7 @@
-"""Programs of the repository that are no modules of a package."""
+"""Files of the repository that tests open: programs that are no modules of a package, and archives."""
 
 import importlib.util
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,3 +13,10 @@ def loaded(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def unpack(archive: Path, into: Path) -> None:
+    """Write the files of an archive to a folder, and nothing outside of it."""
+    with tarfile.open(archive) as files:
+        files.extraction_filter = getattr(tarfile, "data_filter", None)  # there is none before Python 3.11.4
+        files.extractall(into)

@@ -1,7 +1,6 @@
 """Saves of formats 2 and 3 go on loading; tests/golden/format_2.py and format_3.py say what of them."""
 
 import json
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import fds
 from fds import tree
 from fds.errors import StorageError
-from tests.scripts import loaded
+from tests.scripts import loaded, unpack
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -21,9 +20,7 @@ def recorded(tmp_path_factory):
 
     def unpacked(name):
         folder = tmp_path_factory.mktemp(name)
-        with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
-            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # none before Python 3.11.4
-            archive.extractall(folder)
+        unpack(GOLDEN / f"{name}.tar.xz", folder)
         return folder, loaded(GOLDEN / f"{name}.py")
 
     return {number: unpacked(f"format_{number}") for number in (2, 3)}

@@ -1,9 +1,10 @@
 """The recorded checkpoints of DeepSpeed, unpacked once."""
 
-import tarfile
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import unpack
 
 ARCHIVE = Path(__file__).parents[2] / "golden" / "deepspeed_checkpoints.tar.xz"
 
@@ -12,7 +13,5 @@ ARCHIVE = Path(__file__).parents[2] / "golden" / "deepspeed_checkpoints.tar.xz"
 def golden(tmp_path_factory) -> Path:
     """Return the directory of the cases of tests/golden/deepspeed_checkpoints.py."""
     into = tmp_path_factory.mktemp("golden")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # none before Python 3.11.4
-        archive.extractall(into)
+    unpack(ARCHIVE, into)
     return into
