@@ -5,8 +5,9 @@ import torch
 
 import fds
 from tests.fillers.fake_quantization import fake_quantization
+from tests.fillers.regression import BAD, MICROBATCHES, batch, loss_fn, train
 
-MICROBATCHES, ROWS, CALLS, BAD, LR = 4, 8, 8, 3, 0.2
+CALLS, LR = 8, 0.2
 BITS = {0: 8, 2: 4, 5: 2}
 G = torch.Generator().manual_seed(0)
 PARAMS = {
@@ -14,17 +15,6 @@ PARAMS = {
     "bias": torch.randn(5, generator=G, dtype=torch.float64),
     "last": torch.randn(5, 2, generator=G, dtype=torch.float64),
 }
-
-
-def loss_fn(params, batch):
-    x, y = batch
-    return (torch.tanh(x @ params["first"] + params["bias"]) @ params["last"] - y).square().mean()
-
-
-def batch(call):
-    g = torch.Generator().manual_seed(call)
-    x, y = (torch.randn(ROWS, n, generator=g, dtype=torch.float64) for n in (3, 2))
-    return (x * torch.inf if call == BAD else x), y
 
 
 def composed(ranks=1, *transforms):
@@ -35,14 +25,6 @@ def composed(ranks=1, *transforms):
         fds.skip_nonfinite(),
         fds.sgd(LR, momentum=0.9),
     )(loss_fn)
-
-
-def train(step, state, calls=range(CALLS)):
-    data = step.dimensions.data
-    for call in calls:
-        rows = batch(call)
-        state, _ = step(state, rows if data is None else [x.chunk(data.size)[data.index] for x in rows])
-    return state
 
 
 def quantized(x, b, limit):
@@ -92,7 +74,7 @@ def compare(step, state, by_hand):
 
 def test_the_loop_written_by_hand(by_hand):
     step = composed()
-    compare(step, train(step, step.init(PARAMS)), by_hand)
+    compare(step, train(step, step.init(PARAMS), range(CALLS)), by_hand)
 
 
 # at stage 3 with little room the view runs whenever the loss reads a matrix
@@ -105,7 +87,7 @@ LITTLE_ROOM = {"stage": 3, "bucket_bytes": 128, "prefetch": 0, "max_live_bytes":
 def test_ranks_that_share_the_step(stage, by_hand):
     def body():
         step = composed(2, fds.shard_optimizer(fds.mesh(dp=2)["dp"], **stage))
-        compare(step, train(step, step.init(PARAMS)), by_hand)
+        compare(step, train(step, step.init(PARAMS), range(CALLS)), by_hand)
 
     fds.simulate(body, 2)
 

@@ -7,8 +7,9 @@ from torch import nn
 import fds
 from fds import plans
 from tests.fillers.magnitude_pruning import magnitude_pruning
+from tests.fillers.regression import BAD, MICROBATCHES, batch, loss_fn, train
 
-MICROBATCHES, ROWS, CALLS, BAD, LR, EVERY = 4, 8, 9, 3, 0.1, 2
+CALLS, LR, EVERY = 9, 0.1, 2
 G = torch.Generator().manual_seed(0)
 PARAMS = {
     "first": torch.randn(3, 7, generator=G, dtype=torch.float64),
@@ -21,17 +22,6 @@ def sparsity(t):
     return 0.8 * (1 - (1 - t / 8).clamp_min(0) ** 3)
 
 
-def loss_fn(params, batch):
-    x, y = batch
-    return (torch.tanh(x @ params["first"] + params["bias"]) @ params["last"] - y).square().mean()
-
-
-def batch(call):
-    g = torch.Generator().manual_seed(call)
-    x, y = (torch.randn(ROWS, n, generator=g, dtype=torch.float64) for n in (3, 2))
-    return (x * torch.inf if call == BAD else x), y
-
-
 def composed(axis=None, *shared):
     return fds.compose(
         fds.accumulate(MICROBATCHES // (1 if axis is None else axis.size)),
@@ -40,14 +30,6 @@ def composed(axis=None, *shared):
         fds.skip_nonfinite(),
         fds.sgd(LR, momentum=0.9),
     )(loss_fn)
-
-
-def train(step, state, calls=range(CALLS)):
-    data = step.dimensions.data
-    for call in calls:
-        rows = batch(call)
-        state, _ = step(state, rows if data is None else [x.chunk(data.size)[data.index] for x in rows])
-    return state
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +64,7 @@ def close(got, want):
 
 def test_the_loop_written_by_hand(by_hand):
     step = composed()
-    state = train(step, step.init(PARAMS))
+    state = train(step, step.init(PARAMS), range(CALLS))
     close(step.params(state), by_hand)
     assert torch.equal(state.opt["mask"]["first"] == 0, by_hand["first"] == 0)
 
@@ -92,7 +74,7 @@ def test_slices_that_are_copied_count_alike(by_hand):
         mesh = fds.mesh(node=2, gpu=2)
         shared = fds.shard_optimizer(mesh["gpu"], stage=3, replicate=mesh["node"])
         step = composed(mesh["node", "gpu"], shared)
-        return step.params(train(step, step.init(PARAMS)))
+        return step.params(train(step, step.init(PARAMS), range(CALLS)))
 
     close(fds.simulate(body, 4)[0], by_hand)
 
@@ -102,7 +84,7 @@ def test_ranks_agree_on_one_threshold(stage, by_hand):
     def body():
         axis = fds.mesh(dp=2)["dp"]
         step = composed(axis, fds.shard_optimizer(axis, stage=stage))
-        return step.params(train(step, step.init(PARAMS)))
+        return step.params(train(step, step.init(PARAMS), range(CALLS)))
 
     for params in fds.simulate(body, 2):
         close(params, by_hand)
