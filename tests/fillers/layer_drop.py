@@ -27,14 +27,14 @@ def layer_drop(layers: Sequence[int], theta: float = 0.5, gamma: float = 0.001):
         return layer.replaced(run)
 
     def drop(calls, call):
-        if any(len(one.layers) != 1 for one in calls):
+        if any(len(layer.layers) != 1 for layer in calls):
             raise fds.FdsError(
                 "layer_drop drops single layers",
-                got=f"calls of the layers {[one.layers for one in calls]}",
+                got=f"calls of the layers {[layer.layers for layer in calls]}",
                 want="a loss that is fds.Layers, and layer_drop after checkpoint_activations(every=2) and the like",
             )
         falling = (1 - theta) * math.exp(-gamma * call.calls) + theta
-        keep = {layer: 1 - i / len(layers) * (1 - falling) for i, layer in enumerate(layers, 1)}
-        return [dropping(one, keep[one.layers[0]]) if one.layers[0] in keep else one for one in calls]
+        keep = {index: 1 - i / len(layers) * (1 - falling) for i, index in enumerate(layers, 1)}
+        return [dropping(layer, keep[layer.layers[0]]) if layer.layers[0] in keep else layer for layer in calls]
 
     return lambda step: fill(step, layer=drop)

@@ -108,7 +108,7 @@ def text_of(header: Any) -> str:
     return json.dumps(header)
 
 
-def other_shape(header: Any, known: Any) -> BatchError:
+def other_shape(header: Any, first: Any) -> BatchError:
     """Return the error of a packet whose header is another than that of the first."""
 
     def show(header: Any, other: Any) -> str:
@@ -123,7 +123,7 @@ def other_shape(header: Any, known: Any) -> BatchError:
 
     return BatchError(
         "microbatches make activations of different shapes or kinds",
-        got=show(header, known),
-        want=f"{show(known, header)}, as the first",
+        got=show(header, first),
+        want=f"{show(first, header)}, as the first",
         hint="pipeline(..., dynamic_shapes=True)",
     )
