@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from itertools import compress
 from typing import Any
 
@@ -79,6 +80,7 @@ class Description:
         lines += [f"memory     {n:>16,} bytes in {slot}" for slot, n in self.memory.items()]
         lines += [f"{name:<10} {n:>16,} bytes sent a step" for name, n in self.sent.items()]
         lines += [f"{'':<10} {self.synchronized:>16,} bytes sent at once to synchronize"] if self.synchronized else []
+        lines += [f"messages   {text}" for text in self._messages()]
         if self.buckets:
             least, most = f"{min(self.buckets):,}", f"{max(self.buckets):,}"
             sizes = most if least == most else f"{least} to {most}"
@@ -95,11 +97,21 @@ class Description:
         rows += [(name, f"{n:,}", "bytes", "of the state") for name, n in self.places.items()]
         rows += [(f"slots.{slot}", f"{n:,}", "bytes", "of the slots") for slot, n in self.memory.items()]
         rows += [(name, f"{n:,}", "bytes", "sent a step") for name, n in self.sent.items()]
+        rows += [("messages", text, "", "") for text in self._messages()]
         notes = [f"frozen: {tree.named(self.frozen)}"] if self.frozen else []
         notes += [f"unused, zero gradient: {tree.named(self.unused)}"] if self.unused else []
         notes += [f"{len(self.buckets)} flat buckets of {sum(self.buckets):,} bytes together"] if self.buckets else []
         parts = [_html.table(stations), _html.table(rows, right=(1,)) if rows else "", *map(_html.text, notes)]
         return _html.box("Step", *parts)
+
+    def _messages(self) -> Iterator[str]:
+        """Yield how many messages of all kinds a call starts, and what they are for; nothing where none is sent."""
+        counts = Counter[str]()
+        for messages in self.messages:
+            counts[messages.kind.what or messages.kind.op] += messages.count
+        if counts:
+            most = "at most " * any(messages.at_most for messages in self.messages)
+            yield f"{most}{counts.total():,} a call: " + ", ".join(f"{n:,} {what}" for what, n in counts.items())
 
 
 def describe(step: Stations, state: State | None, batch: Any) -> Description:
