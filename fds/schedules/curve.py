@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, get_origin, overload
+from typing import Any, Literal, ParamSpec, TypeVar, get_origin, overload
 
 import attrs
 import torch
@@ -21,17 +21,32 @@ P = ParamSpec("P")
 
 
 @attrs.frozen(repr=False)
-class Curve:
+class Made:
+    """What a factory made: it prints as the call that made it, and equals what the same call makes."""
+
+    factory: Callable[..., Made]
+    positional: tuple
+    named: tuple[tuple[str, Any], ...]  # those that choose a formula or differ from their defaults, in the given order
+    formula: Any = attrs.field(eq=False)
+
+    def __repr__(self) -> str:
+        arguments = [repr(value) for value in self.positional] + [f"{name}={value!r}" for name, value in self.named]
+        return f"{self.factory.__name__}({', '.join(arguments)})"
+
+    def __reduce__(self) -> tuple:
+        return functools.partial(self.factory, *self.positional, **dict(self.named)), ()
+
+
+M = TypeVar("M", bound=Made)
+
+
+@attrs.frozen(repr=False)
+class Curve(Made):
     """A schedule: a value for each t >= -1. Two curves are equal if they were made by the same call.
 
     `curve(5)` is a float. `curve(t)` of a tensor is a float64 tensor of its shape on its device, computed there without
-    synchronizing.
+    synchronizing. Its formula takes and returns float64, elementwise, on the same device.
     """
-
-    factory: Callable[..., Curve]
-    positional: tuple
-    named: tuple[tuple[str, Any], ...]  # those that choose a formula or differ from their defaults, in the given order
-    formula: Callable[[Tensor], Tensor] = attrs.field(eq=False)  # float64 to float64, elementwise, same device
 
     @property
     def draws(self) -> bool:
@@ -48,16 +63,14 @@ class Curve:
             return self.formula(t.to(torch.float64))
         return self.formula(torch.tensor(t, dtype=torch.float64, device="cpu")).item()  # the same formula for both
 
-    def __repr__(self) -> str:
-        arguments = [repr(value) for value in self.positional] + [f"{name}={value!r}" for name, value in self.named]
-        return f"{self.factory.__name__}({', '.join(arguments)})"
-
-    def __reduce__(self) -> tuple:
-        return functools.partial(self.factory, *self.positional, **dict(self.named)), ()
-
 
 def schedule(factory: Callable[P, Callable[[Tensor], Tensor]]) -> Callable[P, Curve]:
-    """Turn a factory of formulas into a factory of curves that checks its arguments.
+    """Turn a factory of formulas into a factory of curves that checks its arguments."""
+    return made_as(Curve, factory)
+
+
+def made_as(kind: type[M], factory: Callable[P, Any]) -> Callable[P, M]:
+    """Turn a factory of formulas into one of schedules of a kind that checks its arguments.
 
     An argument annotated `int` must be a count, 0 or more; one annotated `float` a finite number.
 
@@ -68,13 +81,14 @@ def schedule(factory: Callable[P, Callable[[Tensor], Tensor]]) -> Callable[P, Cu
     chosen = [name for name, parameter in signature.parameters.items() if get_origin(parameter.annotation) is Literal]
 
     @functools.wraps(factory)
-    def make(*args: P.args, **kwargs: P.kwargs) -> Curve:
+    def make(*args: P.args, **kwargs: P.kwargs) -> M:
         call = bound(factory, args, kwargs, ScheduleError)
         for name, value in call.arguments.items():
             _check(factory.__name__, signature.parameters[name], value)
+            call.arguments[name] = tuple(value) if type(value) is list else value  # which has a hash
         call.apply_defaults()
         named = tuple((n, v) for n, v in call.kwargs.items() if n in chosen or v != signature.parameters[n].default)
-        return Curve(make, call.args, named, factory(*args, **kwargs))
+        return kind(make, call.args, named, factory(*call.args, **call.kwargs))
 
     return make
 
@@ -135,13 +149,18 @@ def delayed(curve: Callable, updates: int = 1, *, before: float | None = None) -
         raise ScheduleError("delayed takes a schedule", where="delayed", got=repr(curve), want="a function of t")
 
     def formula(t: Tensor) -> Tensor:
-        value = curve((t - updates).clamp(min=-1))
-        if not isinstance(value, Tensor):  # filled in, not copied, for which the host would wait
-            value = torch.full((), value, dtype=torch.float64, device=t.device)
-        value = value.to(t.device, torch.float64)
+        value = value_at(curve, (t - updates).clamp(min=-1))
         return value if before is None else torch.where(t - updates <= -1, before, value)
 
     return formula
+
+
+def value_at(curve: Callable, t: Tensor) -> Tensor:
+    """Return the value of any function of t, on the device of t."""
+    value = curve(t)
+    if not isinstance(value, Tensor):  # filled in, not copied, for which the host would wait
+        value = torch.full((), value, dtype=torch.float64, device=t.device)
+    return value.to(t.device, torch.float64)
 
 
 @schedule

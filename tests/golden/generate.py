@@ -17,6 +17,9 @@ pipeline_schedules.json, per case: `buffers[i]` and `ticks[i]` are those of stag
 is done) of letters, which LETTERS explains, with the number of the buffer. The edition "0.3.0" is the documented one,
 in force up to 0.8.2: the same class but for the two things that `documented` puts back. It was compared with the class
 of 0.8.2 itself, over all of these sizes.
+difficulties.json, per case: `values` are those of the schedule of this index in `difficulty_schedules()`, which draws
+them from a seed, in its steps, each times how often it follows itself; `stays` what a scheduler has that is told of
+these steps in turn, where that differs.
 deepspeed_checkpoints.tar.xz: whole checkpoints; deepspeed_checkpoints.py says what of them.
 bert_layer.json: what Hugging Face's BertLayer computes; bert_layer.py says of what.
 config_defaults.json, config_batches.json: what is taken where a key of the JSON is absent, and what the batch numbers
@@ -37,7 +40,7 @@ import os
 import random
 import sys
 from bisect import bisect_left
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -70,6 +73,7 @@ def main(before: str | None = None) -> None:
     files = {
         "lr_schedules": lr_cases(),
         "loss_scale": loss_scale_cases(),
+        "difficulties": difficulty_cases(),
         "pipeline_schedules": pipeline_cases(),
         "partitions": partition_cases(before),
     }
@@ -180,6 +184,53 @@ def scales(settings: dict, overflow: list[int]) -> list[float]:
             scaler.update_scale(bool(bit))
             after.append(float(scaler.loss_scale))
     return after
+
+
+def difficulty_schedules() -> list[tuple[dict, list[int]]]:
+    """Return 2,000 random (configuration of a curriculum, steps); one of type `custom` has its `values`, by step."""
+    draw = random.Random(20211207)
+    schedules = []
+    for i in range(2000):
+        kind = ("fixed_linear", "fixed_root", "fixed_discrete", "custom")[i % 4]
+        total, steps = draw.randint(1, 40), list(range(1, 51))
+        if i % 20 < 2:  # long ones, of which some steps are asked
+            total = draw.randint(1000, 100_000)
+            steps = sorted(draw.sample(range(1, 2 * total), 20))
+        numbers = {"total_curriculum_step": total, "difficulty_step": draw.choice((1, 3, 8, 8, 16, 16, 64))}
+        low, high = sorted((draw.randint(0, 200), draw.randint(0, draw.choice((20, 300, 4096)))))
+        if kind == "fixed_root":
+            numbers["root_degree"] = draw.choice((1, 2, 2, 3, 5, 10))
+        if kind == "fixed_discrete":
+            ends = sorted(draw.sample(range(1, 50), draw.randint(1, 6)))
+            numbers = {"difficulty": [draw.randint(1, 9) for _ in range(len(ends) + 1)], "max_step": ends}
+            low, high = 0, draw.randint(1, 10)
+        config = {"min_difficulty": low, "max_difficulty": high, "schedule_type": kind, "schedule_config": numbers}
+        if kind == "custom":
+            low, high = 0, draw.randint(1, 50)
+            blocks = [draw.randint(0, 9) + block // 2 for block in range(steps[-1] // 7 + 1)]
+            values = [blocks[t // 7] for t in range(steps[-1] + 1)]
+            config = {"min_difficulty": low, "max_difficulty": high, "schedule_type": kind, "values": values}
+        schedules.append((config, steps))
+    return schedules
+
+
+def difficulty_cases() -> list[dict]:
+    from deepspeed.runtime.data_pipeline import curriculum_scheduler  # pyright: ignore[reportMissingImports]
+
+    cases = []
+    for config, steps in difficulty_schedules():
+        function, told = (curriculum_scheduler.CurriculumScheduler(config) for _ in range(2))
+        for scheduler in (function, told):
+            if "values" in config:
+                scheduler.set_custom_get_difficulty(config["values"].__getitem__)
+        values, stays = map(function.get_difficulty, steps), map(told.update_difficulty, steps)
+        case = {"values": in_runs(values), "stays": in_runs(stays)}
+        cases.append(case if case["stays"] != case["values"] else {"values": case["values"]})
+    return cases
+
+
+def in_runs(values) -> str:
+    return " ".join(f"{value}*{len(list(run))}" for value, run in groupby(values))
 
 
 def pipeline_cases() -> list[dict]:
