@@ -115,7 +115,7 @@ def _kind(x: object) -> str:
     return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
 
 
-def attention(q, k, v, key_padding, bias, scale, p) -> None:
+def attention(q, k, v, key_padding, bias, scale, p, documents=None) -> None:
     """Raise `KernelError` for arguments that attention does not take."""
     if isinstance(bias, Tensor) and bias.dtype == torch.bool:
         raise KernelError(
@@ -140,6 +140,8 @@ def attention(q, k, v, key_padding, bias, scale, p) -> None:
         _check_key_padding(key_padding, q, k.shape[2])
     if bias is not None:
         _check_bias(bias, (b, h, m, k.shape[2]))
+    if documents is not None:
+        _check_documents(documents, q, k.shape[2])
     if scale is not None:
         _check_scale(scale)
 
@@ -156,6 +158,29 @@ def _check_key_padding(key_padding: Tensor, q: Tensor, n: int) -> None:
         raise KernelError(
             "key_padding is on another device than q", where="key_padding", got=str(key_padding.device),
             want=str(q.device), hint="key_padding.to(q.device)",
+        )
+
+
+def check_documents(documents: Any) -> None:
+    """Raise `KernelError` for what does not say of tokens in which documents they lie."""
+    if not isinstance(documents, Tensor) or documents.dtype not in (torch.int32, torch.int64) or documents.dim() != 2:
+        got = f"{tuple(documents.shape)} {documents.dtype}" if isinstance(documents, Tensor) else str(type(documents))
+        want = "(B, S) torch.int32 or torch.int64"
+        raise KernelError("documents are not numbers of documents", where="documents", got=got, want=want)
+
+
+def _check_documents(documents: Tensor, q: Tensor, n: int) -> None:
+    check_documents(documents)
+    if q.shape[2] != n:
+        raise KernelError(
+            "queries and keys are not of the same tokens, which documents are of", where="documents",
+            got=f"{q.shape[2]} queries, {n} keys", want="as many",
+        )
+    shape((q.shape[0], n), documents=documents)
+    if documents.device != q.device:
+        raise KernelError(
+            "documents are on another device than q", where="documents", got=str(documents.device), want=str(q.device),
+            hint="documents.to(q.device)",
         )
 
 

@@ -53,14 +53,15 @@ MOST_BYTES = 512  # of a row of q that fits into a block
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_padding: Tensor | None = None,
-    bias: Tensor | None = None, scale: float | None = None, p: float = 0.0, seed: Tensor | None = None, offset: int = 0,
+    bias: Tensor | None = None, documents: Tensor | None = None, scale: float | None = None, p: float = 0.0,
+    seed: Tensor | None = None, offset: int = 0,
 ) -> Tensor:
     """Return the same in plain torch, in float32 or wider, with all scores in memory; `seed` is () int64."""
-    probabilities, kept = _probabilities(q, k, key_padding, bias, seed, causal, _scale(q, scale), p, offset)
+    probabilities, kept = _probabilities(q, k, key_padding, bias, seed, documents, causal, _scale(q, scale), p, offset)
     return (probabilities * kept @ _heads(v, q)).to(q.dtype)
 
 
-def _probabilities(q, k, key_padding, bias, seed, causal, scale, p, offset) -> tuple[Tensor, Tensor | float]:
+def _probabilities(q, k, key_padding, bias, seed, documents, causal, scale, p, offset) -> tuple[Tensor, Tensor | float]:
     """Return softmax(q k^T), zero in rows without any key, and the factor of dropout."""
     b, h, m, n = *q.shape[:3], k.shape[2]
     s = _wide(q) @ _heads(k, q).mT * scale
@@ -68,13 +69,15 @@ def _probabilities(q, k, key_padding, bias, seed, causal, scale, p, offset) -> t
         s = s + bias.masked_fill(bias < LEAST_BIAS, -math.inf)
     if key_padding is not None:
         s = s.masked_fill(~key_padding[:, None, None, :], -math.inf)
+    if documents is not None:
+        s = s.masked_fill((documents[:, :, None] != documents[:, None, :])[:, None], -math.inf)
     if causal:
         s = s.masked_fill(torch.ones(m, n, dtype=torch.bool, device=q.device).tril().logical_not(), -math.inf)
     if bias is not None or key_padding is not None:
         unseen = (s == -math.inf).all(-1, keepdim=True)
         probabilities = s.masked_fill(unseen, 0.0).softmax(-1).masked_fill(unseen, 0.0)
     else:
-        probabilities = s.softmax(-1)  # a causal row sees at least key 0
+        probabilities = s.softmax(-1)  # a query sees at least key 0, or itself
     if p == 0:
         return probabilities, 1.0
     kept = philox.reference(seed, offset, b * h * m, n, p).view(b, h, m, n)
@@ -120,11 +123,12 @@ LAUNCH = {
 
 @jit(do_not_specialize=COUNTS)
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, key_padding_ptr, bias_ptr, seed_ptr, q_strides, k_strides, v_strides,
-    key_padding_strides, bias_strides, num_heads, num_queries, num_keys, scale, offset, threshold, kept_scale,
-    CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    TMA: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, key_padding_ptr, bias_ptr, seed_ptr, query_documents_ptr, key_documents_ptr,
+    q_strides, k_strides, v_strides, key_padding_strides, bias_strides, query_documents_strides, key_documents_strides,
+    num_heads, num_queries, num_keys, scale, offset, threshold, kept_scale,
+    CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, TMA: tl.constexpr,
 ):
     bh, b, h, first = query_block(num_heads, num_queries, CAUSAL, QUERIES)
     i = first + tl.arange(0, QUERIES)
@@ -149,12 +153,13 @@ def _forward_kernel(
                     bias_strides, BIAS,
                 )
             scores = masked(
-                scores, float("-inf"), b, i[:, None], j[None, :], num_keys, key_padding_ptr, key_padding_strides,
-                CAUSAL and EDGE, EDGE, HAS_PADDING,
+                scores, float("-inf"), b, i[:, None], j[None, :], num_queries, num_keys, key_padding_ptr,
+                key_padding_strides, query_documents_ptr, query_documents_strides, key_documents_ptr,
+                key_documents_strides, CAUSAL and EDGE, EDGE, HAS_PADDING, HAS_DOCUMENTS,
             )
             now = tl.maximum(highest, tl.max(scores, 1))
             base = now
-            if HAS_PADDING or BIAS != "":
+            if HAS_PADDING or HAS_DOCUMENTS or BIAS != "":
                 base = tl.where(now == float("-inf"), 0.0, now)  # no key yet
             shrink = tl.exp2((highest - base) * factor)
             weights = tl.exp2(scores * factor - (base * factor)[:, None])  # one multiply-add and exp2 an element
@@ -177,18 +182,19 @@ def _forward_kernel(
 @operator("flash_attention", lambda q, *_: (empty_rows(q), empty_numbers(q)))
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, bias: Tensor | None, seed: Tensor | None,
-    causal: bool, scale: float, p: float, offset: int,
-) -> tuple[Tensor, Tensor]:
+    query_documents: Tensor | None, key_documents: Tensor | None, causal: bool, scale: float, p: float, offset: int,
+) -> tuple[Tensor, Tensor]:  # without key_documents those of queries
     out, lse, d = empty_rows(q), empty_numbers(q), q.shape[3]
     if not k.numel():  # no key, or no column
         return out.zero_(), lse.fill_(math.inf)
     q, k, v = in_vectors(q), in_vectors(k), in_vectors(v)
-    row = fitting(LAUNCH[kind(q, key_padding, bias, p)], q.device)
+    row = fitting(LAUNCH[kind(q, key_padding, bias, query_documents, p)], q.device)
     if out.numel():
         with on(q):
             _forward_kernel[(q.shape[0] * q.shape[1] * cdiv(q.shape[2], row["QUERIES"]),)](
                 out_ptr=out, lse_ptr=lse, **operands(row, "q", q=q, k=k, v=v),
-                **options(q, k, d, key_padding, bias, seed, causal, scale, p, offset), **row,
+                **options(q, k, d, key_padding, bias, seed, query_documents, key_documents, causal, scale, p, offset),
+                **row,
             )
     return out, lse
 
@@ -200,26 +206,27 @@ class _Flash(Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs[:6], *output)
+        ctx.save_for_backward(*inputs[:8], *output)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # or zeros would be made for lse
-        ctx.options = inputs[6:]
+        ctx.options = inputs[8:]
 
     @staticmethod
     def backward(ctx, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return (None,) * 10
-        return *first_order(backward, dout, *ctx.saved_tensors, *ctx.options), *[None] * 7
+            return (None,) * 12
+        return *first_order(backward, dout, *ctx.saved_tensors, *ctx.options), *[None] * 9
 
 
 class _Recomputed(Function):
     """The reference, which saves as little as the kernel (without lse): backward computes the scores again."""
 
     @staticmethod
-    def forward(q, k, v, key_padding, bias, seed, causal, scale, p, offset) -> Tensor:
+    def forward(q, k, v, key_padding, bias, seed, documents, causal, scale, p, offset) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # q, k and v are already cast
             out = reference(
-                q, k, v, causal=causal, key_padding=key_padding, bias=bias, scale=scale, p=p, seed=seed, offset=offset
+                q, k, v, causal=causal, key_padding=key_padding, bias=bias, documents=documents, scale=scale, p=p,
+                seed=seed, offset=offset,
             )
         # Laid out as by the kernel, so that merging the heads makes no copy. Not written in place: torch.compile of
         # torch 2.11 then gives gradients of zero (github.com/pytorch/pytorch/issues/180642).
@@ -227,20 +234,20 @@ class _Recomputed(Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs[:6], output)
-        ctx.options = inputs[6:]
+        ctx.save_for_backward(*inputs[:7], output)
+        ctx.options = inputs[7:]
 
     @staticmethod
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, key_padding, bias, seed, out = ctx.saved_tensors
+        q, k, v, *masks, out = ctx.saved_tensors
         scale = ctx.options[1]
-        probabilities, kept = _probabilities(q, k, key_padding, bias, seed, *ctx.options)
+        probabilities, kept = _probabilities(q, k, *masks, *ctx.options)
         dout = _wide(dout)
         dp = dout @ _heads(v, q).mT * kept
         ds = probabilities * (dp - (dout * _wide(out)).sum(-1, keepdim=True)) * scale
         group = lambda x: x.view(*k.shape[:2], q.shape[1] // max(k.shape[1], 1), *k.shape[2:]).sum(2)
         dq, dk, dv = ds @ _heads(k, q), group(ds.mT @ _wide(q)), group((probabilities * kept).mT @ dout)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 7
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 8
 
 
 def kernel_runs(q: Tensor) -> bool:
@@ -250,8 +257,8 @@ def kernel_runs(q: Tensor) -> bool:
 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_padding: Tensor | None = None,
-    bias: Tensor | None = None, scale: float | None = None, p: float = 0.0, seed: int | Tensor | None = None,
-    offset: int = 0,
+    bias: Tensor | None = None, documents: Tensor | None = None, scale: float | None = None, p: float = 0.0,
+    seed: int | Tensor | None = None, offset: int = 0,
 ) -> Tensor:
     """Return softmax(scale * q k^T + bias) v, (B, H, Sq, D), without the scores in memory, in backward too.
 
@@ -266,6 +273,8 @@ def flash_attention(
         key_padding: (B, Sk) bool, False where a key is padding.
         bias: floating, broadcastable to (B, H, Sq, Sk) and never expanded in memory; without a gradient.
             Values below -1e30 mask.
+        documents: (B, S) int32 or int64, where Sq = Sk = S: a query sees the keys of the same number alone, as where
+            rows are packed of several documents (`fds.data.pack`).
         scale: of the products, finite; 1 / sqrt(D) if None.
         p: probability with which dropout zeroes an attention weight; the others are divided by 1 - p.
         seed: int or () int64 tensor on q's device; dropout needs one.
@@ -275,7 +284,7 @@ def flash_attention(
     device, D beyond a block, a bias that requires a gradient, p outside [0, 1), and dropout without a seed.
     """
     q, k, v = arguments.as_products_cast(q, k, v)
-    check(q, k, v, key_padding, bias, scale, p)
+    check(q, k, v, key_padding, bias, scale, p, documents)
     is_triton = runs_triton("flash_attention", q)
     is_too_wide = is_triton and q.shape[3] * q.element_size() > MOST_BYTES
     if is_too_wide and is_demanded():
@@ -290,5 +299,7 @@ def flash_attention(
     seed = philox.as_seed(seed, q.device) if p else None
     k = k.view_as(k) if k is q else k  # torch.compile does not accept one tensor as two arguments
     v = v.view_as(v) if v is q or v is k else v
-    others = key_padding, bias, seed, bool(causal), float(scale), float(p), offset
-    return _Flash.apply(q, k, v, *others)[0] if is_triton else _Recomputed.apply(q, k, v, *others)
+    masks, others = (key_padding, bias, seed, documents), (bool(causal), float(scale), float(p), offset)
+    if is_triton:
+        return _Flash.apply(q, k, v, *masks, None, *others)[0]
+    return _Recomputed.apply(q, k, v, *masks, *others)

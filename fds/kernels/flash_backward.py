@@ -83,11 +83,12 @@ OVER_KEYS = {
 @jit(do_not_specialize=COUNTS)
 def _queries_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr, key_padding_ptr, bias_ptr, seed_ptr,
-    dout_strides, q_strides, k_strides, v_strides, out_strides, key_padding_strides, bias_strides, num_heads,
-    num_queries, num_keys, scale, offset, threshold, kept_scale,
-    CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    TMA: tl.constexpr,
+    query_documents_ptr, key_documents_ptr, dout_strides, q_strides, k_strides, v_strides, out_strides,
+    key_padding_strides, bias_strides, query_documents_strides, key_documents_strides, num_heads, num_queries,
+    num_keys, scale, offset, threshold, kept_scale,
+    CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, TMA: tl.constexpr,
 ):
     bh, b, h, first = query_block(num_heads, num_queries, CAUSAL, QUERIES)
     i = first + tl.arange(0, QUERIES)
@@ -113,8 +114,9 @@ def _queries_kernel(
                     scores, b, h, i[:, None], j[None, :], num_queries, num_keys, bias_ptr, bias_strides, BIAS
                 )
             weights = masked(
-                tl.exp2(scores - lse[:, None]), 0.0, b, i[:, None], j[None, :], num_keys, key_padding_ptr,
-                key_padding_strides, CAUSAL and EDGE, EDGE, HAS_PADDING,
+                tl.exp2(scores - lse[:, None]), 0.0, b, i[:, None], j[None, :], num_queries, num_keys,
+                key_padding_ptr, key_padding_strides, query_documents_ptr, query_documents_strides, key_documents_ptr,
+                key_documents_strides, CAUSAL and EDGE, EDGE, HAS_PADDING, HAS_DOCUMENTS,
             )
             v = load_rows(v_ptr, b, h // GROUP, start, v_strides, num_keys, D, KEYS, BLOCK_D)
             dweights = dot(dout, tl.trans(v), None)
@@ -130,11 +132,12 @@ def _queries_kernel(
 @jit(do_not_specialize=COUNTS)
 def _keys_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, key_padding_ptr, bias_ptr, seed_ptr,
-    dout_strides, q_strides, k_strides, v_strides, key_padding_strides, bias_strides, num_heads, num_queries,
-    num_keys, scale, offset, threshold, kept_scale,
-    CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    TMA: tl.constexpr,
+    query_documents_ptr, key_documents_ptr, dout_strides, q_strides, k_strides, v_strides, key_padding_strides,
+    bias_strides, query_documents_strides, key_documents_strides, num_heads, num_queries, num_keys, scale, offset,
+    threshold, kept_scale,
+    CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, TMA: tl.constexpr,
 ):
     num_blocks = tl.cdiv(num_keys, KEYS)
     bg = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -168,8 +171,9 @@ def _keys_kernel(
             delta = load_numbers(delta_ptr, b, h, start, num_heads, num_queries, QUERIES, TMA)
             dout = load_rows(dout_ptr, b, h, start, dout_strides, num_queries, D, QUERIES, BLOCK_D)
             weights = masked(
-                tl.exp2(scores - lse[None, :]), 0.0, b, i[None, :], j[:, None], num_keys, key_padding_ptr,
-                key_padding_strides, CAUSAL and BLOCK_D > 128, False, HAS_PADDING,
+                tl.exp2(scores - lse[None, :]), 0.0, b, i[None, :], j[:, None], num_queries, num_keys,
+                key_padding_ptr, key_padding_strides, query_documents_ptr, query_documents_strides, key_documents_ptr,
+                key_documents_strides, CAUSAL and BLOCK_D > 128, False, HAS_PADDING, HAS_DOCUMENTS,
             )
             if CAUSAL and BLOCK_D <= 128:  # noqa: SIM102  (known to the compiler, as the next is not)
                 # On the diagonal only: with a loop of its own, or wider heads, it would need too many registers.
@@ -193,15 +197,16 @@ def _keys_kernel(
 @operator("flash_attention_backward", lambda dout, q, k, v, *_: (empty_rows(q), empty_rows(k), empty_rows(v)))
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, bias: Tensor | None,
-    seed: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float, p: float, offset: int,
+    seed: Tensor | None, query_documents: Tensor | None, key_documents: Tensor | None, out: Tensor, lse: Tensor,
+    causal: bool, scale: float, p: float, offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv."""
     dq, dk, dv, delta, d = empty_rows(q), empty_rows(k), empty_rows(v), empty_numbers(q), q.shape[3]
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     dout, q, k, v, out = in_vectors(dout), in_vectors(q), in_vectors(k), in_vectors(v), in_vectors(out)
-    both = options(q, k, d, key_padding, bias, seed, causal, scale, p, offset)
-    key = kind(q, key_padding, bias, p)
+    both = options(q, k, d, key_padding, bias, seed, query_documents, key_documents, causal, scale, p, offset)
+    key = kind(q, key_padding, bias, query_documents, p)
     with on(q):
         row = fitting(OVER_QUERIES[key], q.device)
         _queries_kernel[(q.shape[0] * q.shape[1] * cdiv(q.shape[2], row["QUERIES"]),)](

@@ -116,13 +116,20 @@ def biased(scores, b, h, i, j, num_queries, num_keys, bias_ptr, bias_strides, BI
 
 @jit
 def masked(
-    x, hidden, b, i, j, num_keys, key_padding_ptr, key_padding_strides,
-    CAUSAL: tl.constexpr, END: tl.constexpr, HAS_PADDING: tl.constexpr,
+    x, hidden, b, i, j, num_queries, num_keys, key_padding_ptr, key_padding_strides, query_documents_ptr,
+    query_documents_strides, key_documents_ptr, key_documents_strides,
+    CAUSAL: tl.constexpr, END: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
 ):
     """Return x, a block of scores or weights, and `hidden` where a query does not see a key.
 
     i and j are the indices of queries and keys, in shapes that broadcast to those of x, in either order.
     """
+    if HAS_DOCUMENTS:
+        of_queries = query_documents_ptr + b * query_documents_strides[0]
+        of_queries = tl.load(of_queries + i.to(tl.int64) * query_documents_strides[1], mask=i < num_queries, other=0)
+        of_keys = key_documents_ptr + b * key_documents_strides[0]
+        of_keys = tl.load(of_keys + j.to(tl.int64) * key_documents_strides[1], mask=j < num_keys, other=0)
+        x = tl.where(of_queries == of_keys, x, hidden)
     if HAS_PADDING:
         key_padding = key_padding_ptr + b * key_padding_strides[0]
         real = tl.load(key_padding + j.to(tl.int64) * key_padding_strides[1], mask=j < num_keys, other=0)
@@ -184,12 +191,13 @@ def numbers(row: Mapping[str, int], x: Tensor) -> Any:
 
 def options(
     q: Tensor, k: Tensor, d: int, key_padding: Tensor | None, bias: Tensor | None, seed: Tensor | None,
-    causal: bool, scale: float, p: float, offset: int,
+    query_documents: Tensor | None, key_documents: Tensor | None, causal: bool, scale: float, p: float, offset: int,
 ) -> dict[str, Any]:
     """Return the arguments that all kernels of attention share, beside q, k and v and their strides.
 
     `d` is the head dimension without padding, `scale` greater than zero.
     """
+    key_documents = query_documents if key_documents is None else key_documents
     if bias is not None:
         bias = bias.expand(*q.shape[:3], k.shape[2])
     return {
@@ -197,9 +205,13 @@ def options(
         "GROUP": q.shape[1] // max(k.shape[1], 1), "D": d, "BLOCK_D": width(d),
         "key_padding_ptr": key_padding, "bias_ptr": bias, "seed_ptr": seed,
         "key_padding_strides": (0, 0) if key_padding is None else key_padding.stride(),
+        "query_documents_ptr": query_documents, "key_documents_ptr": key_documents,
+        "query_documents_strides": (0, 0) if query_documents is None else query_documents.stride(),
+        "key_documents_strides": (0, 0) if key_documents is None else key_documents.stride(),
         "bias_strides": (0, 0, 0, 0) if bias is None else bias.stride(),
         "offset": offset, "threshold": threshold(p), "kept_scale": 1 / (1 - p),
-        "CAUSAL": causal, "HAS_PADDING": key_padding is not None, "BIAS": _varies(bias), "DROPOUT": p > 0,
+        "CAUSAL": causal, "HAS_PADDING": key_padding is not None,
+        "HAS_DOCUMENTS": query_documents is not None, "BIAS": _varies(bias), "DROPOUT": p > 0,
     }
 
 
@@ -231,12 +243,15 @@ def _varies(bias: Tensor | None) -> str:
     return "" if bias is None else "scores" if bias.stride(2) else "keys"
 
 
-def kind(q: Tensor, key_padding: Tensor | None, bias: Tensor | None, p: float) -> tuple[int, int, str]:
+def kind(
+    q: Tensor, key_padding: Tensor | None, bias: Tensor | None, query_documents: Tensor | None, p: float
+) -> tuple[int, int, str]:
     """Return the key of q's row in a launch table: columns, bytes per element, and what takes registers.
 
-    That is a "bias" with whatever else, else key padding or dropout ("masked"); "" without them, causal or not.
+    That is a "bias" with whatever else, else another mask or dropout ("masked"); "" without them, causal or not.
     """
-    what = "bias" if bias is not None else "masked" if p or key_padding is not None else ""
+    is_masked = p or key_padding is not None or query_documents is not None
+    what = "bias" if bias is not None else "masked" if is_masked else ""
     return max(width(q.shape[3]), 64), q.element_size(), what
 
 

@@ -29,13 +29,15 @@ from fds.kernels.flash import (
 from fds.kernels.flash_backward import backward as flash_backward
 from fds.kernels.flash_blocks import empty_numbers
 
+Documents = tuple[Tensor, Tensor] | None
+
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @torch.no_grad()
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_padding: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_padding: Tensor | None, documents: Documents, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, H, Sq, D) of q's dtype, and lse (B, H, Sq) float32, or float64 of such queries.
 
@@ -47,16 +49,17 @@ def forward(
         v: as k.
         causal: query i sees keys 0 to i.
         key_padding: (B, Sk) bool, False where a key is padding.
+        documents: (B, Sq) and (B, Sk), in which queries and keys lie: a query sees keys of the same alone.
         scale: of the products, greater than zero.
     """
     if q.device.type == "cpu":
-        k, v = _heads(k, q), _heads(v, q)
-        out, lse = _cpu_forward(q, k, v, 0.0, causal, attn_mask=_mask(q, key_padding), scale=scale)
-        return out, lse if key_padding is None else lse.masked_fill(_unseeing(q, key_padding, causal), -math.inf)
+        k, v, visible = _heads(k, q), _heads(v, q), _visible(key_padding, documents)
+        out, lse = _cpu_forward(q, k, v, 0.0, causal, attn_mask=_added(q, visible), scale=scale)
+        return out, lse if visible is None else lse.masked_fill(_unseeing(q, visible, causal), -math.inf)
     if kernel_runs(q):
-        out, lse = flash_forward(q, k, v, key_padding, None, None, causal, scale, 0.0, 0)
+        out, lse = flash_forward(q, k, v, key_padding, None, None, *(documents or (None, None)), causal, scale, 0.0, 0)
         return out, torch.where(lse == math.inf, -math.inf, lse * math.log(2))  # of base 2, inf where there is no key
-    s = _scores(q, k, causal, key_padding, scale)
+    s = _scores(q, k, causal, _visible(key_padding, documents), scale)
     lse = s.logsumexp(-1)
     return (_weights(s, lse) @ _wide(_heads(v, q))).to(q.dtype), lse
 
@@ -64,20 +67,22 @@ def forward(
 @torch.no_grad()
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool,
-    key_padding: Tensor | None, scale: float,
+    key_padding: Tensor | None, documents: Documents, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what these keys add to dq, and dk and dv, of the dtype of q; `out` and `lse` are those of all keys."""
     lse = torch.where(lse == -math.inf, math.inf, lse)  # weights of 0 where a query sees no key at all
     if q.device.type == "cpu":
         others = out, lse, 0.0, causal
         dq, dk, dv = _cpu_backward(
-            dout, q, _heads(k, q), _heads(v, q), *others, attn_mask=_mask(q, key_padding), scale=scale
-        )
+            dout, q, _heads(k, q), _heads(v, q), *others, scale=scale,
+            attn_mask=_added(q, _visible(key_padding, documents)),
+        )  # fmt: skip
         return dq, _grouped(dk, k), _grouped(dv, k)
     if kernel_runs(q):
         base_2 = empty_numbers(q).copy_(lse / math.log(2))
-        return flash_backward(dout, q, k, v, key_padding, None, None, out, base_2, causal, scale, 0.0, 0)
-    weights = _weights(_scores(q, k, causal, key_padding, scale), lse)
+        masks = key_padding, None, None, *(documents or (None, None))
+        return flash_backward(dout, q, k, v, *masks, out, base_2, causal, scale, 0.0, 0)
+    weights = _weights(_scores(q, k, causal, _visible(key_padding, documents), scale), lse)
     dout, wide = _wide(dout), _wide(q)
     ds = weights * (dout @ _wide(_heads(v, q)).mT - (dout * out).sum(-1, keepdim=True)) * scale
     dk, dv = _grouped(ds.mT @ wide, k), _grouped(weights.mT @ dout, k)
@@ -106,23 +111,32 @@ def _grouped(x: Tensor, k: Tensor) -> Tensor:
     return x if x.shape[1] == k.shape[1] else x.unflatten(1, (k.shape[1], -1)).sum(2)
 
 
-def _mask(q: Tensor, key_padding: Tensor | None) -> Tensor | None:
-    if key_padding is None:
-        return None
-    return torch.zeros_like(key_padding, dtype=q.dtype).masked_fill(~key_padding, -math.inf)[:, None, None, :]
+def _visible(key_padding: Tensor | None, documents: Documents) -> Tensor | None:
+    """Return which keys a query sees but for the causal mask, (B, 1, Sq or 1, Sk) bool; None for all."""
+    visible = None if key_padding is None else key_padding[:, None, None, :]
+    if documents is None:
+        return visible
+    same = (documents[0][:, :, None] == documents[1][:, None, :])[:, None]
+    return same if visible is None else visible & same
 
 
-def _unseeing(q: Tensor, key_padding: Tensor, causal: bool) -> Tensor:
+def _added(q: Tensor, visible: Tensor | None) -> Tensor | None:
+    """Return what is added to scores."""
+    return None if visible is None else torch.zeros_like(visible, dtype=q.dtype).masked_fill_(~visible, -math.inf)
+
+
+def _unseeing(q: Tensor, visible: Tensor, causal: bool) -> Tensor:
     """Return which queries see none of the keys, (B, 1, Sq) or (B, 1, 1) bool."""
-    seen = key_padding.cumsum(-1)[:, : q.shape[2]] if causal else key_padding.sum(-1, keepdim=True)
-    return (seen == 0)[:, None]
+    if causal and visible.shape[2] == 1:
+        return visible[:, :, 0].cumsum(-1)[..., : q.shape[2]] == 0
+    return ~(visible.tril() if causal else visible).any(-1)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, key_padding: Tensor | None, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool, visible: Tensor | None, scale: float) -> Tensor:
     with torch.autocast(q.device.type, enabled=False):
         s = _wide(q) @ _wide(_heads(k, q)).mT * scale
-    if key_padding is not None:
-        s = s.masked_fill(~key_padding[:, None, None, :], -math.inf)
+    if visible is not None:
+        s = s.masked_fill(~visible, -math.inf)
     if causal:
         s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
     return s

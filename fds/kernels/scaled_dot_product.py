@@ -32,13 +32,13 @@ from fds.kernels.flash_blocks import LEAST_BIAS
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_padding: Tensor | None = None,
-    bias: Tensor | None = None, scale: float | None = None, p: float = 0.0, seed: int | Tensor | None = None,
-    offset: int = 0,
+    bias: Tensor | None = None, documents: Tensor | None = None, scale: float | None = None, p: float = 0.0,
+    seed: int | Tensor | None = None, offset: int = 0,
 ) -> Tensor:
     """Return softmax(scale * q k^T + bias) v, (B, H, Sq, D), by torch's `scaled_dot_product_attention` where possible.
 
-    `flash_attention` runs with dropout (p > 0) and, on a GPU where its kernel is chosen, with `key_padding` or `bias`;
-    torch's kernels otherwise. These have a second derivative only within
+    `flash_attention` runs with dropout (p > 0) and, on a GPU where its kernel is chosen, with a mask or a bias; torch's
+    kernels otherwise. These have a second derivative only within
     `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
 
     Args:
@@ -49,6 +49,7 @@ def attention(
         key_padding: (B, Sk) bool, False where a key is padding.
         bias: floating, broadcastable to (B, H, Sq, Sk); without a gradient. Values below -1e30 mask. On a GPU torch's
             kernels take it rounded to q's dtype.
+        documents: (B, S) int32 or int64, where Sq = Sk = S: a query sees the keys of the same number alone.
         scale: of the products; 1 / sqrt(D) if None.
         p: probability with which dropout zeroes an attention weight; the others are divided by 1 - p.
         seed: int or () int64 tensor on q's device; dropout needs one.
@@ -56,24 +57,27 @@ def attention(
 
     Raises `KernelError` as `flash_attention` does.
     """
-    has_mask = key_padding is not None or bias is not None
+    has_mask = key_padding is not None or bias is not None or documents is not None
     if p != 0 or (has_mask and q.is_cuda and kernel_runs(q)):
         return flash_attention(
-            q, k, v, causal=causal, key_padding=key_padding, bias=bias, scale=scale, p=p, seed=seed, offset=offset
+            q, k, v, causal=causal, key_padding=key_padding, bias=bias, documents=documents, scale=scale, p=p,
+            seed=seed, offset=offset,
         )
     q, k, v = arguments.as_products_cast(q, k, v)
-    check(q, k, v, key_padding, bias, scale, p)
+    check(q, k, v, key_padding, bias, scale, p, documents)
     if scale is not None:
         q, scale = positive(q, scale)
-    return scaled_dot_product(q, k, v, causal=causal, key_padding=key_padding, bias=bias, scale=scale)
+    return scaled_dot_product(
+        q, k, v, causal=causal, key_padding=key_padding, bias=bias, documents=documents, scale=scale
+    )
 
 
 def scaled_dot_product(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_padding: Tensor | None, bias: Tensor | None,
-    scale: float | None = None, p: float = 0.0,
+    documents: Tensor | None = None, scale: float | None = None, p: float = 0.0,
 ) -> Tensor:
     """Return what `fds.kernels.attention` does for checked arguments; torch's generator draws the mask of dropout."""
-    mask = merged(q, k, causal, key_padding, bias)
+    mask = merged(q, k, causal, key_padding, bias, documents)
     is_causal, shares_heads = causal and mask is None, q.shape[1] != k.shape[1]
     backends = contextlib.nullcontext()
     if mask is not None and q.is_cuda:
@@ -96,11 +100,16 @@ def _takes_shared_heads(q: Tensor, mask: Tensor | None) -> bool:
     return mask is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] <= 256
 
 
-def merged(q: Tensor, k: Tensor, causal: bool, key_padding: Tensor | None, bias: Tensor | None) -> Tensor | None:
+def merged(
+    q: Tensor, k: Tensor, causal: bool, key_padding: Tensor | None, bias: Tensor | None, documents: Tensor | None
+) -> Tensor | None:
     """Return all masks as one, of the smallest shape that they broadcast to; None where torch needs no mask."""
-    if key_padding is None and bias is None:
+    if key_padding is None and bias is None and documents is None:
         return None
     visible = None if key_padding is None else key_padding[:, None, None, :]
+    if documents is not None:
+        same = (documents[:, :, None] == documents[:, None, :])[:, None]
+        visible = same if visible is None else visible & same
     if causal:
         lower = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
         visible = lower if visible is None else visible & lower

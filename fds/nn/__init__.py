@@ -1,6 +1,6 @@
 """Layers built from the kernels, and layers and functions of which the ranks of an axis compute parts."""
 
-from fds.nn.parallel.attention import attention
+from fds.nn.parallel.attention import attention, document_mask
 from fds.nn.parallel.auto import auto_plan
 from fds.nn.parallel.cross_entropy import linear_cross_entropy, vocab_cross_entropy
 from fds.nn.parallel.layers import MLP, SelfAttention
@@ -14,6 +14,6 @@ from fds.nn.transformer_layer import TransformerLayer, from_bert
 
 __all__ = [
     "MLP", "ColumnLinear", "RowLinear", "SelfAttention", "TransformerConfig", "TransformerLayer", "VocabEmbedding",
-    "allow_mixing", "attention", "auto_plan", "column", "from_bert", "heads", "linear_cross_entropy", "replicated",
-    "row", "sequence", "split", "vocab", "vocab_cross_entropy", "zigzag", "zigzag_positions",
+    "allow_mixing", "attention", "auto_plan", "column", "document_mask", "from_bert", "heads", "linear_cross_entropy",
+    "replicated", "row", "sequence", "split", "vocab", "vocab_cross_entropy", "zigzag", "zigzag_positions",
 ]  # fmt: skip

@@ -54,6 +54,18 @@ def test_it_is_flash_attention(name, dtype):
             assert_near(got, ref, factor=2)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents_are_as_flash_attention_takes_them(causal):
+    seen = random(2, 9, seed=4) < 0.5
+    options = {"documents": torch.tensor([[0] * 5 + [3] * 4, [-1, 7] * 4 + [7]]), "key_padding": seen, "causal": causal}
+    args = qkv(m=9, key_heads=2)
+    out, want = attention(*args, **options), flash_attention(*args, **options)
+    for got, ref in zip(
+        (out, *torch.autograd.grad(out.sum(), args)), (want, *torch.autograd.grad(want.sum(), args)), strict=True
+    ):
+        assert_near(got, ref, factor=2)
+
+
 def test_torch_runs_where_there_is_no_dropout(monkeypatch):
     ran = []
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *_, **options: ran.append(options) or q)
@@ -69,7 +81,7 @@ def test_torch_runs_where_there_is_no_dropout(monkeypatch):
 def test_masks_are_merged_as_narrowly_as_they_are_given(monkeypatch):
     shapes = {"key_padding": (2, 1, 1, 9), "bias": (1, 4, 1, 9), "causal padding": (2, 1, 6, 9), "all": (2, 1, 6, 9)}
     for name, shape in shapes.items():
-        options = {"causal": False, "key_padding": None, "bias": None, **masks()[name]}
+        options = {"causal": False, "key_padding": None, "bias": None, "documents": None, **masks()[name]}
         options.pop("scale", None)
         mask = merged(*qkv()[:2], **options)
         assert mask is not None and mask.shape == shape
@@ -102,6 +114,8 @@ def test_bad_arguments_are_refused_by_name():
     q, k, v = qkv()
     for name, options in [
         ("key_padding", {"key_padding": torch.ones(2, 9)}),
+        ("documents", {"documents": torch.zeros(2, 9, dtype=torch.int64)}),  # of fewer queries than keys
+        ("documents", {"documents": torch.zeros(2, 9)}),
         ("bias", {"bias": torch.zeros(9, requires_grad=True)}),
         ("p", {"p": -0.1}),
         ("p", {"p": True}),

@@ -64,13 +64,15 @@ def padding(b, n):
 
 
 @torch.no_grad()
-def noise(q, k, v, dout, key_padding=None, bias=None, seed=None, causal=False, scale=None, p=0.0, offset=0):
+def noise(
+    q, k, v, dout, key_padding=None, bias=None, seed=None, documents=None, causal=False, scale=None, p=0.0, offset=0
+):
     """Return the norms of what the gradients of q, k and v are rounded from.
 
     Those of scores are differences, which vanish where a query sees one key; what was subtracted is rounded as ever.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    probabilities, kept = flash._probabilities(q, k, key_padding, bias, seed, causal, scale, p, offset)
+    probabilities, kept = flash._probabilities(q, k, key_padding, bias, seed, documents, causal, scale, p, offset)
     dp = dout @ flash._heads(v, q).mT * kept
     delta = (probabilities * dp).sum(-1, keepdim=True)
     squares = (probabilities * (dp.abs() + delta.abs()) * scale).square()  # errors of different scores are independent
@@ -116,6 +118,32 @@ def test_all_masks_and_dropout_work_together(dtype):
     bias = random(h, 1, n, seed=5)
     options = {"key_padding": padding(b, n), "bias": bias, "scale": -0.3, "p": 0.3, "seed": SEED, "offset": 9}
     compare(*qkv(b, h, m, n, d, dtype), causal=True, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents_of_a_packed_row_are_as_alone(causal, dtype):
+    lengths = torch.tensor([[30, 1, 70], [64, 37, 0]])  # blocks are of 64: some see no key of theirs
+    documents = torch.stack([torch.tensor([5, -1, 2**40]).repeat_interleave(each) for each in lengths])
+    q, k, v = qkv(2, 2, 101, 101, 16, dtype, key_heads=1)
+    out, gradients = compare(q, k, v, causal=causal, documents=documents)
+    dout = random(*q.shape, dtype=dtype, seed=4)
+    for row, number in [(0, 5), (0, -1), (0, 2**40), (1, 5), (1, -1)]:
+        alone = lambda x, row=row, number=number: x.detach()[row : row + 1, :, documents[row] == number].double()
+        inputs = [alone(x).requires_grad_() for x in (q, k, v)]
+        want = F.scaled_dot_product_attention(*inputs, is_causal=causal, enable_gqa=True)
+        for got, ref in zip((out, *gradients), (want, *torch.autograd.grad(want, inputs, alone(dout))), strict=True):
+            error = float((alone(got) - ref.detach()).norm())
+            assert error <= 2 * ROUNDINGS * TOLERANCE[dtype] * max(
+                float(ref.detach().norm()), float(alone(dout).norm())
+            )
+
+
+def test_documents_go_with_all_other_masks():
+    b, n = 2, 70
+    documents = (torch.arange(n) // 13).expand(b, n).int().flip(1)
+    more = {"documents": documents, "key_padding": padding(b, n), "bias": random(n, seed=5), "p": 0.3, "seed": SEED}
+    compare(*qkv(b, 2, n, n, 24), causal=True, **more)
 
 
 @settings(max_examples=settings().max_examples // 2)  # the interpreter takes its time
@@ -335,7 +363,16 @@ def test_results_lie_in_memory_as_torch_compile_is_told():
     fake = FakeTensorMode()
     for x in (random(2, 20, 3, 4, 18)[:, :, 1, :, 1:13].transpose(1, 2), random(2, 1, 1, 16).expand(2, 4, 20, 16)):
         key = random(2, 2, 9, x.shape[3])
-        inputs = x, key, key.mT.contiguous().mT, padding(2, 9), random(20, 1).expand(20, 9), SEED
+        inputs = (
+            x,
+            key,
+            key.mT.contiguous().mT,
+            padding(2, 9),
+            random(20, 1).expand(20, 9),
+            SEED,
+            torch.arange(40).view(2, 20) % 3,
+            torch.arange(18).view(2, 9) % 3,
+        )
         with only("triton"):
             made = flash._forward(*inputs, *options)
             gradients = flash_backward.backward(torch.ones(()).expand(x.shape), *inputs, *made, *options)

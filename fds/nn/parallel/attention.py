@@ -32,8 +32,8 @@ EVERY = slice(None)
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, causal: bool, key_padding: Tensor | None, scale: float,
-    layout: Layout,
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, causal: bool, key_padding: Tensor | None,
+    documents: Tensor | None, scale: float, layout: Layout,
 ) -> Tensor:  # fmt: skip
     """Return this rank's part of attention, (B, H, S/N, D), by passing keys and values around a ring of ranks.
 
@@ -54,9 +54,15 @@ def ring_attention(
     Keeps: q, k, v and out of this rank's tokens, and lse (B, H, S/N) float32; other ranks' k and v only while it runs.
     Sources: Liu et al. 2023, arXiv:2310.01889; Dao et al. 2022, arXiv:2205.14135 (partial results).
     """
-    if key_padding is not None:
-        key_padding = all_gather(key_padding.view(torch.uint8), axis, 1).view(torch.bool)
-    return _Ring.apply(q, k, v, key_padding, axis.used_for("attention"), causal, scale, layout)[0]
+    key_padding, documents = _of_all(key_padding, axis), _of_all(documents, axis)
+    return _Ring.apply(q, k, v, key_padding, documents, axis.used_for("attention"), causal, scale, layout)[0]
+
+
+def _of_all(x: Tensor | None, axis: Axis) -> Tensor | None:
+    """Return a mask (B, S/N) of this rank's tokens, or their documents, of the tokens of all ranks, (B, S)."""
+    if x is None or x.dtype != torch.bool:
+        return None if x is None else all_gather(x.contiguous(), axis, 1)
+    return all_gather(x.view(torch.uint8), axis, 1).view(torch.bool)
 
 
 def seen_part(source: int, axis: Axis, length: int, causal: bool, layout: Layout) -> tuple[slice, slice, bool] | None:
@@ -74,30 +80,30 @@ def seen_part(source: int, axis: Axis, length: int, causal: bool, layout: Layout
 
 class _Ring(Function):
     @staticmethod
-    def forward(q, k, v, key_padding, axis, causal, scale, layout) -> tuple[Tensor, Tensor]:
+    def forward(q, k, v, key_padding, documents, axis, causal, scale, layout) -> tuple[Tensor, Tensor]:
         b, h, s, d = q.shape
         out = q.new_zeros((b, s, h, d), dtype=arguments.width(q)).transpose(1, 2)  # merging heads makes no copy
         lse = torch.full((b, h, s), -torch.inf, dtype=out.dtype, device=q.device)
         for source, pair in _pass_around(torch.stack([k, v]), axis):
             if seen := seen_part(source, axis, s, causal, layout):
                 rows, keys, is_causal = seen
-                queries, mask = q[:, :, rows], _of_keys(key_padding, source, s, keys)
-                part = partial.forward(queries, *pair[:, :, :, keys], causal=is_causal, key_padding=mask, scale=scale)
+                masks = _masks(key_padding, documents, axis.index, rows, source, keys, s)
+                part = partial.forward(q[:, :, rows], *pair[:, :, :, keys], causal=is_causal, scale=scale, **masks)
                 partial.merge(out[:, :, rows], lse[:, :, rows], *part)
         return out.to(q.dtype), lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.save_for_backward(*inputs[:4], *output)
+        ctx.save_for_backward(*inputs[:5], *output)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # or zeros would be made for lse
-        ctx.options = inputs[4:]
+        ctx.options = inputs[5:]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return (None,) * 8
-        return *first_order(_Gradients(*ctx.options), dout, *ctx.saved_tensors), *[None] * 5
+            return (None,) * 9
+        return *first_order(_Gradients(*ctx.options), dout, *ctx.saved_tensors), *[None] * 6
 
 
 @attrs.frozen
@@ -111,8 +117,9 @@ class _Gradients:
     name: str = "ring_attention_backward"
 
     def __call__(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, documents: Tensor | None,
+        out: Tensor, lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return dq, dk and dv."""
         s = q.shape[2]
         dq, late = torch.zeros_like(q, dtype=lse.dtype), None
@@ -120,10 +127,11 @@ class _Gradients:
             grads = torch.zeros_like(pair, dtype=lse.dtype)
             if seen := seen_part(source, self.axis, s, self.causal, self.layout):
                 rows, keys, is_causal = seen
-                mask, (k_s, v_s) = _of_keys(key_padding, source, s, keys), pair[:, :, :, keys]
+                masks = _masks(key_padding, documents, self.axis.index, rows, source, keys, s)
                 dout_s, q_s, out_s, lse_s = (x[:, :, rows] for x in (dout, q, out, lse))
+                k_s, v_s = pair[:, :, :, keys]
                 dq_s, dk, dv = partial.backward(
-                    dout_s, q_s, k_s, v_s, out_s, lse_s, causal=is_causal, key_padding=mask, scale=self.scale
+                    dout_s, q_s, k_s, v_s, out_s, lse_s, causal=is_causal, scale=self.scale, **masks
                 )
                 dq[:, :, rows] += dq_s
                 grads[0][:, :, keys], grads[1][:, :, keys] = dk, dv
@@ -171,14 +179,23 @@ class _Passed:
         return self.x
 
 
-def _of_keys(key_padding: Tensor | None, source: int, length: int, keys: slice) -> Tensor | None:
-    """Return the key padding of these keys of a rank, of that of the whole sequence."""
-    return None if key_padding is None else key_padding[:, source * length : (source + 1) * length][:, keys]
+def _masks(
+    key_padding: Tensor | None, documents: Tensor | None, index: int, rows: slice, source: int, keys: slice, length: int
+) -> dict[str, Any]:
+    """Return the masks of these queries of a rank and these keys of another, of those of the whole sequence."""
+
+    def of(x: Tensor, rank: int, tokens: slice) -> Tensor:
+        return x[:, rank * length : (rank + 1) * length][:, tokens]
+
+    return {
+        "key_padding": None if key_padding is None else of(key_padding, source, keys),
+        "documents": None if documents is None else (of(documents, index, rows), of(documents, source, keys)),
+    }
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, causal: bool, key_padding: Tensor | None, scale: float | None,
-    layout: Layout,
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, causal: bool, key_padding: Tensor | None,
+    documents: Tensor | None, scale: float | None, layout: Layout,
 ) -> Tensor:  # fmt: skip
     """Return this rank's part of attention, (B, H, S/N, D), by exchanging heads for tokens: DeepSpeed-Ulysses.
 
@@ -209,13 +226,12 @@ def ulysses_attention(
     counts = heads // n, k.shape[1] // n, v.shape[1] // n  # heads of this rank
     sent = torch.cat([x.unflatten(1, (n, -1)) for x in (q, k, v)], 2).flatten(1, 2)
     whole = all_to_all(sent, axis, split_dim=1, concat_dim=2)
-    if key_padding is not None:
-        key_padding = all_gather(key_padding.view(torch.uint8), axis, 1).view(torch.bool)
+    masks = {"key_padding": _of_all(key_padding, axis), "documents": _of_all(documents, axis)}
     reorders = layout == "zigzag" and causal  # without a mask of positions any order is right
     if reorders:
         whole = in_order(whole, n, 2)
-        key_padding = None if key_padding is None else in_order(key_padding, n, 1)
-    out = kernels.attention(*whole.split_with_sizes(counts, 1), causal=causal, key_padding=key_padding, scale=scale)
+        masks = {name: None if x is None else in_order(x, n, 1) for name, x in masks.items()}
+    out = kernels.attention(*whole.split_with_sizes(counts, 1), causal=causal, scale=scale, **masks)
     out = in_zigzag(out, n, 2) if reorders else out
     return all_to_all(out, axis, split_dim=2, concat_dim=1)
 
@@ -226,7 +242,8 @@ METHODS = {"ulysses": ulysses_attention, "ring": ring_attention}
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, axis: Axis | None = None, method: Method = "ulysses",
-    layout: Layout = "contiguous", causal: bool = False, key_padding: Tensor | None = None, bias: Tensor | None = None,
+    layout: Layout = "contiguous", causal: bool = False, key_padding: Tensor | None = None,
+    documents: Tensor | None = None, bias: Tensor | None = None,
     scale: float | None = None, p: float = 0.0, seed: int | Tensor | None = None, offset: int = 0,
 ) -> Tensor:  # fmt: skip
     """Return this rank's part of softmax(scale * q k^T) v over the tokens of all ranks, (B, H, S/N, D).
@@ -244,6 +261,8 @@ def attention(
             with which the ranks of a causal ring have equal work.
         causal: a query sees the keys up to its own position in the whole sequence.
         key_padding: (B, S/N) bool, False where a key of this rank is padding. A query that sees no key gives zeros.
+        documents: (B, S/N) int32 or int64, in which document a token lies, where rows are packed of several: a query
+            sees the keys of the same number, of any rank.
         bias: as of `fds.kernels.attention`, on one rank alone.
         scale: of the products; 1 / sqrt(D) if None.
         p: of dropout, on one rank alone.
@@ -259,27 +278,50 @@ def attention(
     _check_draws(seed, offset)
     if axis is None or axis.size == 1:
         return kernels.attention(
-            q, k, v, causal=causal, key_padding=key_padding, bias=bias, scale=scale, p=p, seed=seed, offset=offset
-        )
-    options = {"causal": causal, "key_padding": key_padding, "bias": bias, "scale": scale, "p": p}
-    return _over_ranks(q, k, v, axis, method, layout, **options)
+            q, k, v, causal=causal, key_padding=key_padding, documents=documents, bias=bias, scale=scale, p=p,
+            seed=seed, offset=offset,
+        )  # fmt: skip
+    masks = {"key_padding": key_padding, "documents": documents, "bias": bias}
+    return _over_ranks(q, k, v, axis, method, layout, causal=causal, scale=scale, p=p, **masks)
 
 
 @untraced("fds.nn.attention meets other ranks; fds.compile(fullgraph=False) lets it run uncompiled")
 def _over_ranks(
     q: Tensor, k: Tensor, v: Tensor, axis: Axis, method: Method, layout: Layout, *, causal: bool,
-    key_padding: Tensor | None, bias: Tensor | None, scale: float | None, p: float,
+    key_padding: Tensor | None, documents: Tensor | None, bias: Tensor | None, scale: float | None, p: float,
 ) -> Tensor:  # fmt: skip
     """Return attention over several ranks."""
     axis.check_current()
     q, k, v = arguments.as_products_cast(q, k, v)
-    check(q, k, v, key_padding, bias, scale, p)
+    check(q, k, v, key_padding, bias, scale, p, documents)
     _check_parts(q, k, axis, layout, bias, p)
     q, scale = positive(q, max(q.shape[3], 1) ** -0.5 if scale is None else scale)
-    out = METHODS[method](q, k, v, axis, causal=causal, key_padding=key_padding, scale=scale, layout=layout)
+    masks, order = {"key_padding": key_padding, "documents": documents}, {"causal": causal, "layout": layout}
+    out = METHODS[method](q, k, v, axis, scale=scale, **order, **masks)
     if (draws := tokens.now()) is not None and draws.watch is not None:
         draws.watch.mark(out, -2)
     return out
+
+
+def document_mask(documents: Tensor, *, causal: bool = True) -> Tensor:
+    """Return which tokens of packed rows see which, (B, 1, S, S) bool: for attention that takes a mask alone.
+
+    `torch.nn.functional.scaled_dot_product_attention` takes it as `attn_mask`, models of transformers as
+    `attention_mask`; `fds.nn.attention(documents=)` needs no mask of that size.
+
+    Args:
+        documents: (B, S) int32 or int64, in which document a token lies.
+        causal: a token sees those before it and itself alone.
+
+    Raises `KernelError` for other documents.
+
+    >>> document_mask(torch.tensor([[0, 0, 1]])).int()[0, 0].tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    checking.flags("document_mask", KernelError, causal=causal)
+    arguments.check_documents(documents)
+    same = (documents[:, :, None] == documents[:, None, :])[:, None]
+    return same.tril() if causal else same
 
 
 def _check_names(axis: Any, method: Any, layout: Any) -> None:
@@ -310,7 +352,7 @@ def _check_parts(q: Tensor, k: Tensor, axis: Axis, layout: Layout, bias: Tensor 
             "attention over several ranks takes neither a bias nor dropout",
             where=where,
             got="a bias" if bias is not None else f"p={p}",
-            want="causal and key_padding alone",
+            want="causal, key_padding and documents alone",
             hint="dropout of what attention returns regularizes too" if bias is None else "",
         )
     if k.shape[2] != q.shape[2]:

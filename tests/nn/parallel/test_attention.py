@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fds
@@ -74,6 +75,37 @@ def test_ranks_compute_what_one_does(size, groups, method, causal, layout):
     for padded in (False, True):
         given = 12, groups, torch.float64, padded, layout, {"method": method, "causal": causal}
         check(fds.simulate(lambda given=given: of_a_rank(*given), size), *given)
+
+
+def documents_of_rows() -> Tensor:
+    """Return the documents of two packed rows, (B, S) int64: of one, none ends where a rank's part does."""
+    return torch.stack([(torch.arange(S) // 5) % 4, torch.arange(S) // 17 - 1])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_documents_of_packed_rows_see_themselves_alone_on_any_number_of_ranks(method, causal, layout):
+    heads, groups = 6, 3
+    qkv, dout, padding = drawn(heads, groups)
+    visible = (documents_of_rows()[:, :, None] == documents_of_rows()[:, None])[:, None] & padding[:, None, None]
+    visible = visible & torch.ones(S, S, dtype=torch.bool).tril() if causal else visible
+    inputs = [x.requires_grad_() for x in qkv]
+    want = F.scaled_dot_product_attention(*inputs, attn_mask=visible, enable_gqa=True)
+    wanted = [want, *torch.autograd.grad(want, inputs, dout)]
+
+    def body():
+        own = [part(x.detach(), layout, 2).requires_grad_() for x in qkv]
+        masks = {"documents": part(documents_of_rows(), layout, 1), "key_padding": part(padding, layout, 1)}
+        axis = fds.mesh(sp=-1)["sp"]
+        out = fds.nn.attention(*own, axis=axis, layout=layout, method=method, causal=causal, **masks)
+        return [out, *torch.autograd.grad(out, own, part(dout, layout, 2))]
+
+    for size in (1, 3):
+        for i, parts in enumerate(zip(*fds.simulate(body, size), strict=True)):
+            got = torch.cat(parts, 2)
+            got = in_order(got, size, 2) if layout == "zigzag" else got
+            assert torch.allclose(got, wanted[i], rtol=0, atol=BOUND[torch.float64]), ["out", "dq", "dk", "dv"][i]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
