@@ -112,10 +112,26 @@ MUTANTS = (
     Mutant(
         "unseen-keys-weigh",
         "fds/kernels/partial_attention.py",
-        "lse.masked_fill(_unseeing(q, key_padding, causal), -math.inf)",
+        "lse.masked_fill(_unseeing(q, visible, causal), -math.inf)",
         "lse",
         "a query that sees none of a rank's keys counts that rank with weight 1",
         ATTENTION,
+    ),
+    Mutant(
+        "queries-lie-in-the-documents-of-keys",
+        "fds/nn/parallel/attention.py",
+        "(of(documents, index, rows), of(documents, source, keys))",
+        "(of(documents, source, rows), of(documents, source, keys))",
+        "in a ring a rank's queries are compared by the documents of the rank whose keys came",
+        ATTENTION,
+    ),
+    Mutant(
+        "a-document-sees-what-precedes-it",
+        "fds/kernels/scaled_dot_product.py",
+        "(documents[:, :, None] == documents[:, None, :])[:, None]",
+        "(documents[:, :, None] >= documents[:, None, :])[:, None]",
+        "packed documents see those before them",
+        "tests/kernels/test_attention.py",
     ),
     Mutant(
         "repeated-heads-are-too-many",
