@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from fds import random
-from fds.data.orders import Ordering, Orders, Stream, check_sampler
-from fds.data.shares import Coordinate, Shares, Workers, coordinate_on
+from fds.data.orders import Ordering, Orders, Stream, check_sampler, is_batch_order
+from fds.data.shares import Coordinate, PerMicrobatch, Shares, Workers, coordinate_on
 from fds.errors import DataError, is_int
 
 
@@ -31,12 +31,14 @@ class DistributedLoader:
 
     Args:
         dataset: has `len` and `[i]`; rows are read by torch's DataLoader.
-        batch_size: rows of the global batch of one call of the step, B: all ranks and all microbatches together.
+        batch_size: rows of the global batch of one call of the step, B: all ranks and all microbatches together. Of
+            `batches_by_tokens`, which decide how many rows a microbatch has, the number of microbatches of all ranks.
         axis: the data axis of a mesh; None is one rank.
         shuffle: permute the rows, differently in every epoch.
         sampler: gives the row numbers of an epoch instead, as many in every epoch: a torch Sampler, or a function of
             (epoch, key) that returns them. It is called with torch's, Python's and NumPy's generators, and its own
-            `generator`, seeded from `seed` and the epoch, after `set_epoch`.
+            `generator`, seeded from `seed` and the epoch, after `set_epoch`. Or a `BatchOrder`, which gives the rows of
+            each batch: a `CurriculumSampler`, `batches_by_tokens`. A data set that is one, a `mixture`, is its own.
         seed: an int or a key, the same on every rank, for the orders and for random numbers of data set and `collate`.
         last: what to do with the B' < B rows left at the end of an epoch.
             "drop": leave them out, other ones in every epoch.
@@ -132,7 +134,7 @@ class DistributedLoader:
         workers = self._live_workers()
         stream = workers.shares.stream
         stop = stream.end_of_epoch(self.start)
-        if not self.persistent_workers:  # compute the orders here once, not in every worker
+        if not self.persistent_workers and stream.batches is None:  # compute orders here once, not in every worker
             for epoch in range(stream.epoch(self.start), (stream.begin(stop) - 1) // stream.used + 1):
                 workers.shares.orders.rows_of(epoch, 0, 0)
         return iter(workers.read(range(self.start, stop)))
@@ -144,15 +146,20 @@ class DistributedLoader:
         return self._workers
 
     def _new_workers(self, key: Tensor) -> Workers:
-        orders = Orders(len(self.dataset), key, self.shuffle, self.sampler)
+        rows, has_order = len(self.dataset), is_batch_order(self.dataset)
+        sampler = self.dataset if self.sampler is None and has_order else self.sampler
+        orders = Orders(rows, key, self.shuffle, sampler, self.batch_size)
         shares = Shares(
             self.dataset,
-            Stream(orders.length(), self.batch_size, self.last),
+            orders.stream(self.last),
             self.axis,
             self.collate or default_collate,
             random.fold_in(key, "draws"),
             orders,
         )
+        if isinstance(self.collate, PerMicrobatch) and orders.gives_microbatches(0):
+            what, got = "the sampler gives microbatches, each of which is collated by itself", "per_microbatch(...)"
+            raise DataError(what, where="collate", got=got, want="the function inside of it")
         return Workers(shares, self.num_workers, self.persistent_workers, self.prefetch_factor, self.pin_memory)
 
     def _check_divides(self, rows: int, what: str, hint: str) -> None:

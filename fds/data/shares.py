@@ -131,20 +131,36 @@ class Shares:
     def _share(self, batch: int) -> Any:
         begin, end = self.coordinate.share(self.stream.begin(batch), self.stream.begin(batch + 1))
         pieces = list(self.stream.pieces(begin, end))
+        devices = random.in_use() if get_worker_info() is None else []  # a forked worker cannot use a GPU
+        if self.orders.gives_microbatches(batch):
+            parts = self.orders.microbatches_of(*pieces[0])
+            with random.scope(devices), random.python_seeded(self.key):
+                return Microbatches(tuple(self._microbatch(batch, i, x, devices) for i, x in enumerate(parts, begin)))
         if not draws(self.dataset) and self.collate is default_collate:
             return stacked([self.dataset[i] for piece in pieces for i in self.orders.rows_of(*piece)])
-        devices = random.in_use() if get_worker_info() is None else []  # a forked worker cannot use a GPU
         with random.scope(devices), random.python_seeded(self.key):
-            rows = [row for piece in pieces for row in self._read(*piece, devices)]
+            rows = [row for piece in pieces for row in self._piece(*piece, devices)]
             seed = lambda row: _reseed(random.seed(self.key, "collate", begin + row), devices)
             if isinstance(self.collate, PerMicrobatch):
                 return self.collate(rows, seed)
             seed(0)
-            return stacked(rows) if self.collate is default_collate else self.collate(rows)
+            return self._collated(rows)
 
-    def _read(self, epoch: int, first: int, end: int, devices: list[torch.device]) -> list:
-        indices = self.orders.rows_of(epoch, first, end)
+    def _collated(self, rows: list) -> Any:
+        return stacked(rows) if self.collate is default_collate else self.collate(rows)
+
+    def _microbatch(self, batch: int, number: int, indices: list[int], devices: list[torch.device]) -> Any:
+        """Return the rows of a microbatch, collated; `number` counts the microbatches of all batches."""
+        key = random.fold_in(self.key, "epoch", batch, "microbatch", number)
+        rows = self._read(key, indices, 0, devices)
+        _reseed(random.seed(self.key, "collate", number), devices)
+        return self._collated(rows)
+
+    def _piece(self, epoch: int, first: int, end: int, devices: list[torch.device]) -> list:
         key = random.fold_in(self.key, "epoch", epoch)
+        return self._read(key, self.orders.rows_of(epoch, first, end), first, devices)
+
+    def _read(self, key: Tensor, indices: list[int], first: int, devices: list[torch.device]) -> list:
         if reads_many(self.dataset):
             _reseed(random.seed(key, "rows", indices[0]), devices)
             return list(self.dataset.__getitems__(indices))

@@ -26,6 +26,7 @@ config_defaults.json, config_batches.json: what is taken where a key of the JSON
 become; config_defaults.py says how they are read.
 config_values.json: which values of keys are taken; config_values.py says of which.
 config_losses.json: the losses of small trainings by a JSON; config_losses.py says of which.
+curriculum_samples.json: how often a curriculum draws each sample; curriculum_samples.py says of which.
 float16_scales.json: the loss scale of every step of small trainings in float16; float16_scales.py says of which.
 partitions.json, per case: `spread` is what 0.19.6 returns; `bottleneck` what the versions before 0.12.5 did, which
 are asked where a file of theirs is given, and else kept as they were:
@@ -63,10 +64,11 @@ LETTERS = {
 
 def main(before: str | None = None) -> None:
     """Write every file; `before` is runtime/utils.py of a version before 0.12.5, if there is one."""
-    import bert_layer  # beside this file, as the next five
+    import bert_layer  # beside this file, as the next six
     import config_defaults
     import config_losses
     import config_values
+    import curriculum_samples
     import deepspeed_checkpoints
     import float16_scales
 
@@ -87,6 +89,7 @@ def main(before: str | None = None) -> None:
     config_values.main()
     config_losses.main()
     float16_scales.main()
+    curriculum_samples.main()
 
 
 def versions() -> dict:
