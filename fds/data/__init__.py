@@ -1,19 +1,16 @@
-"""Data loaders whose batches are a function of a seed and a position, which is `state.calls`; files of tokens."""
+"""Loaders whose batches are a function of a seed and a position, `state.calls`; files of tokens; data sets analysed."""
 
+from fds.data.analysis import analyse
 from fds.data.curriculum import CurriculumSampler
 from fds.data.loaders import DistributedLoader, RepeatingLoader
+from fds.data.metric_files import SampleMetric, import_metric, read_metric, read_total
+from fds.data.metrics import Accumulated, PerSample, SequenceLength, TokenCounts, VocabularyRarity
 from fds.data.orders import BatchOrder, permute
 from fds.data.shares import Coordinate, per_microbatch
 from fds.data.tokens import TokenFile, write_tokens
 
 __all__ = [
-    "BatchOrder",
-    "Coordinate",
-    "CurriculumSampler",
-    "DistributedLoader",
-    "RepeatingLoader",
-    "TokenFile",
-    "per_microbatch",
-    "permute",
-    "write_tokens",
-]
+    "Accumulated", "BatchOrder", "Coordinate", "CurriculumSampler", "DistributedLoader", "PerSample", "RepeatingLoader",
+    "SampleMetric", "SequenceLength", "TokenCounts", "TokenFile", "VocabularyRarity", "analyse", "import_metric",
+    "per_microbatch", "permute", "read_metric", "read_total", "write_tokens",
+]  # fmt: skip

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate,
 from fds import random
 from fds.collectives import Axis
 from fds.data.orders import Orders, Stream
+from fds.data.tokens import TokenDocuments, TokenFile, TokenWindows
 from fds.errors import DataError, is_int
 from fds.microbatches import Microbatches
 
@@ -187,10 +188,11 @@ def stacked(rows: list) -> Any:
 
 
 def draws(dataset: Any) -> bool:
-    """Return whether reading a row may draw random numbers: False for containers in memory."""
+    """Return whether reading a row may draw random numbers: False for containers in memory and files of tokens."""
     if type(dataset) is Subset:
         return draws(dataset.dataset)
-    return type(dataset) not in (list, tuple, range, Tensor, np.ndarray, TensorDataset)
+    tokens = TokenFile, TokenWindows, TokenDocuments
+    return type(dataset) not in (list, tuple, range, Tensor, np.ndarray, TensorDataset, *tokens)
 
 
 def reads_many(dataset: Any) -> bool:

@@ -150,6 +150,13 @@ class TokenWindows:
         first = _checked(i, len(self)) * self.length
         return _row(self.file.tokens[first : first + self.length + 1])
 
+    def rows(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return rows `begin` to `end` as `TokenFile.rows` does."""
+        size = self.length + 1
+        tokens = self.file.tokens[begin * self.length : end * self.length + 1]
+        windows = np.lib.stride_tricks.sliding_window_view(tokens, size)[:: self.length] if end > begin else tokens[:0]
+        return windows.reshape(-1), np.arange(end - begin + 1) * size
+
 
 @attrs.frozen(eq=False)
 class TokenDocuments:
@@ -162,11 +169,18 @@ class TokenDocuments:
 
     def __getitem__(self, i: int) -> Tensor:
         i = _checked(i, len(self))
-        begin, end = map(int, self.file.borders[i : i + 2])
-        if not 0 <= begin <= end <= len(self.file):
-            got, want = f"sequences {begin} to {end}", f"within {len(self.file)} sequences"
-            raise DataError("the index is damaged", where=f"{self.file.path}, document {i}", got=got, want=want)
-        return _row(self.file.rows(begin, end)[0])
+        return _row(self.rows(i, i + 1)[0])
+
+    def rows(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return documents `begin` to `end` as `TokenFile.rows` does."""
+        borders = self.file.borders[begin : end + 1].astype(np.int64)
+        first, last = int(borders[0]), int(borders[-1])
+        if first < 0 or last > len(self.file) or (np.diff(borders) < 0).any():
+            got, want = f"sequences {first} to {last}", f"within {len(self.file)} sequences, in order"
+            where = f"{self.file.path}, documents {begin} to {end}"
+            raise DataError("the index is damaged", where=where, got=got, want=want)
+        tokens, places = self.file.rows(first, last)
+        return tokens, places[borders - first]
 
 
 def write_tokens(
