@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.shard_optimizer import shard_optimizer
     from fds.transforms.tensor_parallel import tensor_parallel
     from fds.transforms.context_parallel import context_parallel
+    from fds.transforms.curriculum import curriculum
     from fds.transforms.local_updates import local_updates
     from fds.transforms.precision import autocast, precision
     from fds.transforms.checkpoint_activations import checkpoint_activations
@@ -128,6 +129,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.shard_optimizer": "shard_optimizer",
         "fds.transforms.tensor_parallel": "tensor_parallel",
         "fds.transforms.context_parallel": "context_parallel",
+        "fds.transforms.curriculum": "curriculum",
         "fds.transforms.local_updates": "local_updates",
         "fds.transforms.precision": "autocast precision",
         "fds.transforms.checkpoint_activations": "checkpoint_activations",
@@ -189,6 +191,7 @@ __all__ = [
     "context_parallel",
     "curvature",
     "cuda_graph",
+    "curriculum",
     "data",
     "debugging",
     "disk",

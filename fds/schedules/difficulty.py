@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 import operator
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NoReturn, ParamSpec
@@ -181,13 +182,15 @@ def stay_at(difficulty: Callable, greatest: int) -> Levels:
     listed = _changes("stay_at", difficulty)
     candidates = itertools.count(1) if listed is None else iter([1, *listed()])
     asked, reached = 0, math.inf  # the last candidate that was asked, and the first step at `greatest`
+    asking = threading.Lock()
 
     def level(t: int) -> int:
         nonlocal asked, reached
-        while reached == math.inf and asked < t and (step := next(candidates, None)) is not None:
-            asked = step
-            if difficulty(step) >= greatest:
-                reached = step
+        with asking:
+            while reached == math.inf and asked < t and (step := next(candidates, None)) is not None:
+                asked = step
+                if difficulty(step) >= greatest:
+                    reached = step
         return difficulty(int(min(t, reached)))
 
     def changes() -> list[int]:

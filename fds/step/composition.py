@@ -38,6 +38,7 @@ class Transform:
     apply: Callable[[Step], Step] = attrs.field(repr=False)
     arguments: tuple[Any, ...] = attrs.field(default=(), repr=False)  # what it was made of, which ranks compare
     by_name: Mapping[str, Any] = attrs.field(factory=dict[str, Any], repr=False)  # those of a call, as they were given
+    several: bool = attrs.field(default=False, repr=False)  # whether it may stand more than once
 
     def __call__(self, step: Step) -> Step:
         """Return `step` with the stations of this transform filled."""
@@ -73,18 +74,26 @@ class Transform:
 @overload
 def transform(factory: Callable[P, Callable[[Step], Step]], /) -> Callable[P, Transform]: ...
 @overload
-def transform(**rules: Rule) -> Callable[[Callable[P, Callable[[Step], Step]]], Callable[P, Transform]]: ...
-def transform(factory: Callable[..., Callable[[Step], Step]] | None = None, /, **rules: Rule) -> Any:
+def transform(
+    *, several: bool = ..., **rules: Rule
+) -> Callable[[Callable[P, Callable[[Step], Step]]], Callable[P, Transform]]: ...
+def transform(
+    factory: Callable[..., Callable[[Step], Step]] | None = None, /, *, several: bool = False, **rules: Rule
+) -> Any:
     """Decorate a function that returns a function `Step -> Step`; `compose` takes what calling it returns.
 
     It prints as it was called: `noise(0.01)`. `compose` refuses a function `Step -> Step` that was not made this way.
     A call with arguments that the function does not take raises `CallError`, a `ComposeError` and a `TypeError`; one
-    with an argument that is not what its rule, an `fds.errors.Rule` by its name, says, `ComposeError`.
+    with an argument that is not what its rule, an `fds.errors.Rule` by its name, says, `ComposeError`. With `several`
+    it may stand in a composition more than once.
     """
-    return functools.partial(_transform, rules=rules) if factory is None else _transform(factory, rules)
+    made = functools.partial(_transform, rules=rules, several=several)
+    return made if factory is None else made(factory)
 
 
-def _transform(factory: Callable[P, Callable[[Step], Step]], rules: Mapping[str, Rule]) -> Callable[P, Transform]:
+def _transform(
+    factory: Callable[P, Callable[[Step], Step]], rules: Mapping[str, Rule], several: bool
+) -> Callable[P, Transform]:
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Transform:
@@ -96,7 +105,8 @@ def _transform(factory: Callable[P, Callable[[Step], Step]], rules: Mapping[str,
         words = [tree.named(cast(Any, args))] if many else [*map(_word, args)]
         words += [f"{k}={_word(v)}" for k, v in kwargs.items()]
         text = f"{factory.__name__}({', '.join(words)})"
-        return Transform(factory.__name__, text, factory(*args, **kwargs), (factory.__name__, args, kwargs), arguments)
+        spelled = (factory.__name__, args, kwargs)
+        return Transform(factory.__name__, text, factory(*args, **kwargs), spelled, arguments, several)
 
     make.is_transform_factory = True  # type: ignore[attr-defined]
     return make
@@ -271,7 +281,7 @@ def _instead(t: Any) -> str:
 
 
 def _apply(part: Transform, step: Step) -> Step:
-    """Apply a transform, which may stand only once unless each use remembers something under a name of its own."""
+    """Apply a transform, which may stand once, unless it says otherwise or each use remembers something of its own."""
     if not forms.takes(1)(part.apply):
         raise ComposeError(
             "a transform is made of a function of a step", where=part.text, got=repr(part.apply)[:80], want=_REWRITING
@@ -280,7 +290,7 @@ def _apply(part: Transform, step: Step) -> Step:
     if not isinstance(new, type(step)):
         raise ComposeError("a transform did not return a step", where=part.text, got=repr(new)[:80], want=_REWRITING)
     earlier = [i for i, t in enumerate(step.composition[: step.composing.position]) if t.name == part.name]
-    if earlier and new.memory.keys() == step.memory.keys():
+    if earlier and not part.several and new.memory.keys() == step.memory.keys():
         raise conflict(
             step, f"the name {part.name!r}", earlier[0], "write it once, with all its arguments", drop=earlier[0]
         )
