@@ -5,12 +5,13 @@ from fds.data.curriculum import CurriculumSampler
 from fds.data.loaders import DistributedLoader, RepeatingLoader
 from fds.data.metric_files import SampleMetric, import_metric, read_metric, read_total
 from fds.data.metrics import Accumulated, PerSample, SequenceLength, TokenCounts, VocabularyRarity
+from fds.data.mixtures import Mixture, mixture
 from fds.data.orders import BatchOrder, permute
 from fds.data.shares import Coordinate, per_microbatch
 from fds.data.tokens import TokenFile, write_tokens
 
 __all__ = [
-    "Accumulated", "BatchOrder", "Coordinate", "CurriculumSampler", "DistributedLoader", "PerSample", "RepeatingLoader",
-    "SampleMetric", "SequenceLength", "TokenCounts", "TokenFile", "VocabularyRarity", "analyse", "import_metric",
-    "per_microbatch", "permute", "read_metric", "read_total", "write_tokens",
+    "Accumulated", "BatchOrder", "Coordinate", "CurriculumSampler", "DistributedLoader", "Mixture", "PerSample",
+    "RepeatingLoader", "SampleMetric", "SequenceLength", "TokenCounts", "TokenFile", "VocabularyRarity", "analyse",
+    "import_metric", "mixture", "per_microbatch", "permute", "read_metric", "read_total", "write_tokens",
 ]  # fmt: skip

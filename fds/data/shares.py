@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate,
 
 from fds import random
 from fds.collectives import Axis
+from fds.data.mixtures import Mixture
 from fds.data.orders import Orders, Stream
 from fds.data.tokens import TokenDocuments, TokenFile, TokenWindows
 from fds.errors import DataError, is_int
@@ -191,6 +192,8 @@ def draws(dataset: Any) -> bool:
     """Return whether reading a row may draw random numbers: False for containers in memory and files of tokens."""
     if type(dataset) is Subset:
         return draws(dataset.dataset)
+    if type(dataset) is Mixture:
+        return any(map(draws, dataset.datasets))
     tokens = TokenFile, TokenWindows, TokenDocuments
     return type(dataset) not in (list, tuple, range, Tensor, np.ndarray, TensorDataset, *tokens)
 

@@ -9,15 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
 
 import fds
 from fds.data import CurriculumSampler, DistributedLoader
 from fds.errors import DataError
-from tests.bits import assert_same_bits
 from tests.data.loaders import Numbers, stream_of
-from tests.data.test_resume import train
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/curriculum_samples.json").read_text())
 LENGTHS, RARITIES = map(np.array, GOLDEN["values"].values())
@@ -147,28 +143,6 @@ def test_a_loader_gives_the_same_rows_on_any_number_of_ranks_and_by_workers(name
     assert [list(chain(*parts)) for parts in zip(*shares, strict=True)] == rows
     working = DistributedLoader(Numbers(100), 12, sampler=sampler, num_workers=2, start=3)
     assert [batch.tolist() for batch in working] == rows[3:8]
-
-
-def test_a_run_stopped_on_one_rank_goes_on_on_two_bit_for_bit(tmp_path):
-    """Sums of two ranks and of two microbatches add the same two numbers."""
-    points = torch.arange(300.0).view(100, 3).sin()
-    data = TensorDataset(points, points.sum(1, keepdim=True))
-    sampler = sampler_of(CASES["intersection"]["metrics"])
-    loss = fds.Layers([fds.LayerSpec(nn.Linear, 3, 1)], nn.MSELoss())
-    alone = fds.compose(fds.accumulate(2), fds.sgd(0.1))(loss)
-    loader = DistributedLoader(data, 8, sampler=sampler)
-    state = train(alone, alone.init(loss.init, key=0), loader, 4)
-    fds.save(tmp_path, state, alone)
-
-    def resumed():
-        axis = fds.mesh(dp=-1)["dp"]
-        step = fds.compose(fds.shard_optimizer(axis, stage=2), fds.sgd(0.1))(loss)
-        state, _ = fds.load(tmp_path, step, loss.init)
-        return step.params(train(step, state, DistributedLoader(data, 8, axis, sampler=sampler), 8))
-
-    straight = alone.params(train(alone, state, loader, 8))
-    for params in fds.simulate(resumed, 2):
-        assert_same_bits(params, straight)
 
 
 GOOD = {"metrics": {"x": [1, 2, 3]}, "schedules": {"x": lambda step: 2}}

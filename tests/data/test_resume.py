@@ -10,12 +10,13 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
     WeightedRandomSampler,
 )
 
 import fds
-from fds.data import Coordinate, DistributedLoader, RepeatingLoader
+from fds.data import Coordinate, CurriculumSampler, DistributedLoader, RepeatingLoader, mixture
 from fds.data.orders import permutation
 from tests.bits import assert_same_bits
 from tests.data.loaders import Noisy, Numbers, as_lists, stream_of
@@ -87,6 +88,37 @@ def test_a_step_on_shares_is_that_on_the_whole_batch():
     alone = train(step, step.init(params, key=0), DistributedLoader(DATA, 4), 6)
     for got in fds.simulate(on_ranks, 2):
         assert_same_bits(got, step.params(alone))
+
+
+CURRICULUM = CurriculumSampler(
+    {"a": range(20), "b": range(20, 0, -1)}, {"a": lambda t: 9 + 3 * t, "b": lambda t: 15 + t}
+)
+ORDERS = {
+    "curriculum": {"dataset": DATA, "sampler": CURRICULUM},
+    "mixture": {
+        "dataset": mixture([Subset(DATA, range(9)), Subset(DATA, range(9, 20))], lambda batch: [1, batch], key=2)
+    },
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_run_stopped_on_one_rank_goes_on_on_two_bit_for_bit(order, tmp_path):
+    """Sums of two ranks and of two microbatches add the same two numbers."""
+    loss = fds.Layers([fds.LayerSpec(nn.Linear, 3, 1)], nn.MSELoss())
+
+    def train_on(axis, calls, directory=None):
+        way = fds.accumulate(2) if axis is None else fds.shard_optimizer(axis, stage=2)
+        step = fds.compose(way, fds.sgd(0.1))(loss)
+        state = step.init(loss.init, key=0) if directory is None else fds.load(directory, step, loss.init)[0]
+        state = train(step, state, DistributedLoader(batch_size=8, axis=axis, **ORDERS[order]), calls)
+        if directory is None:
+            fds.save(tmp_path, state, step)
+        return step.params(state)
+
+    straight = train_on(None, 12)
+    train_on(None, 4)
+    for params in fds.simulate(lambda: train_on(fds.mesh(dp=-1)["dp"], 8, tmp_path), 2):
+        assert_same_bits(params, straight)
 
 
 WEIGHTED = WeightedRandomSampler([1.0, 5.0, 1.0, 3.0, 2.0, 9.0, 1.0], num_samples=12)
