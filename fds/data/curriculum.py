@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fds import random
+from fds.data.metric_files import SampleMetric
 from fds.data.orders import key_words, permutation, permute_each
 from fds.errors import DataError, checked_call, did_you_mean, expanded
 
@@ -51,8 +52,8 @@ class CurriculumSampler:
 
     Args:
         metrics: for each name a metric of all samples, in their order: an array `(N,)` of integers or floats, which is
-            sorted here, in memory; or the path of a `.npy` file of one. Or the directory that `fds.data.analyse`
-            wrote, where nothing is sorted any more.
+            sorted here, in memory; the path of a `.npy` file of one; or a `SampleMetric`. Or the directory that
+            `fds.data.analyse` wrote, where nothing is sorted any more.
         schedules: for each name of a metric a function of the step, 1 for the first batch, that returns a difficulty:
             those of `fds.schedules`, or any other.
         key: an int or a key of `fds.random.key`, the same on every rank.
@@ -312,8 +313,8 @@ def _by_name(argument: str, value: Any, names: Mapping[str, Any], words: tuple[s
 
 
 def _sorted(name: str, metric: Any) -> SortedSamples:
-    if isinstance(metric, SortedSamples):
-        return metric
+    if isinstance(metric, SampleMetric):
+        return SortedSamples(metric.order, lambda position: metric.values[metric.order[position]])
     where, order = f"metrics[{name!r}]", None
     if isinstance(metric, str | os.PathLike):
         path = expanded(metric)

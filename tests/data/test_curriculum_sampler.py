@@ -119,15 +119,15 @@ def test_hundredths_are_exact_and_of_any_number_of_samples():
         assert sorted(set(sampler.rows(0, 300))) == list(range(count))
 
 
-def test_metrics_are_read_from_files_which_stay_there(tmp_path):
-    np.save(tmp_path / "length.values.npy", LENGTHS)
+def test_metrics_are_read_from_what_was_analysed_and_stay_there(tmp_path):
+    fds.data.analyse(LENGTHS, {"length": int}, tmp_path)
     schedules = {"length": lambda step: step}
-    expected = CurriculumSampler({"length": torch.tensor(LENGTHS)}, schedules).rows(9, 50).tolist()
-    assert CurriculumSampler(tmp_path, schedules).rows(9, 50).tolist() == expected
-    np.save(tmp_path / "length.order.npy", np.argsort(LENGTHS, kind="stable"))
     sampler = CurriculumSampler(tmp_path, schedules)
     assert isinstance(sampler._samples, np.memmap) and len(pickle.dumps(sampler.metrics)) < 300
-    assert sampler.rows(9, 50).tolist() == expected
+    expected = CurriculumSampler({"length": torch.tensor(LENGTHS)}, schedules).rows(9, 50).tolist()
+    read = {"length": fds.data.read_metric(tmp_path, "length")}
+    for other in (sampler, CurriculumSampler(read, schedules)):
+        assert other.rows(9, 50).tolist() == expected
 
 
 @pytest.mark.parametrize("name", ["value", "intersection"])
