@@ -22,6 +22,7 @@ COMMANDS = {  # name -> module and function that fill its parser, and its line i
     "doctor": ("doctor:fill", "check whether this machine can train, and say what to change"),
     "explain": ("config:fill_explain", "say what a DeepSpeed configuration comes to, as Python"),
     "config": ("config:fill", "all about such configurations: explain, schema, table"),
+    "data": ("data:fill", "measure the samples of a file of tokens, and show what was measured: analyse, show"),
     "plans": ("plans:fill", "draw a pipeline schedule, its time and its memory"),
     "report": ("runs:fill_report", "write one page about a run, or about several beside each other"),
     "storage": ("runs:fill", "look into saves: show, verify, export, diff"),

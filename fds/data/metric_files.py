@@ -320,7 +320,7 @@ def import_metric(
         )
     values = np.empty(length, np.int64)
     values[samples] = distinct.astype(np.int64).repeat(np.diff(places))
-    with open_analysis(folder, {"length": length, "data": "of DeepSpeed's analyser", "digest": ""}) as manifest:
+    with open_analysis(folder, {"length": length, "data": "DeepSpeed's analyser", "digest": ""}) as manifest:
         if name in manifest["metrics"]:
             raise DataError("this metric is there already", where=f"{folder}, {name!r}", want="another name")
         with aside_in(folder) as aside:
