@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fds.config.field import AUTO, NotYet
-from fds.config.function_call import AxisOf, FunctionCall, Name, default, optimizer_call
+from fds.config.function_call import AxisOf, FunctionCall, Name, default, difficulty_call, optimizer_call
 from fds.config.keys import Groups, optimizer
 from fds.config.keys.step import DTYPES
 from fds.config.keys.zero import STAGE_3
@@ -49,6 +49,7 @@ def compose_supported(
     config = config.resolve(world_size=data_ranks(axes))
     _check_sizes(config, axes)
     optional = (
+        _curriculum(config, axes),
         _microbatches(config, axes),
         _sharding(config, axes, embeddings),
         FunctionCall("context_parallel", (AxisOf("sp"),)) if axes.get("sp", 1) > 1 else None,
@@ -136,6 +137,26 @@ def embeddings_of(model: nn.Module) -> list[str]:
 def compute_dtype(config: Groups) -> torch.dtype:
     """Return the dtype of the parameters in the step."""
     return torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else torch.float32
+
+
+def _curriculum(config: Groups, axes: Mapping[str, int]) -> FunctionCall | None:
+    asked, lengths = config.curriculum_learning, difficulty_call(config)
+    if asked.enabled and asked.curriculum_type is None:
+        raise ConfigError(
+            "nobody knows what the curriculum makes easier",
+            where="curriculum_learning.curriculum_type",
+            got="null",
+            want='"seqlen"',
+        )
+    if lengths is not None and axes.get("sp", 1) > 1:
+        raise ConfigError(
+            "a curriculum would cut parts of sequences, each rank its own",
+            where="curriculum_learning.enabled, sequence_parallel_size",
+            got=f"ranks along an axis of {axes['sp']}, which share rows",
+            want="one of the two",
+            hint="rows can be cut before they are divided: docs/data-efficiency.md",
+        )
+    return None if lengths is None else FunctionCall("curriculum", ("seqlen", lengths))
 
 
 def _microbatches(config: Groups, axes: Mapping[str, int]) -> FunctionCall | None:
@@ -370,6 +391,10 @@ def unsupported_keys(config: Groups) -> Iterator[tuple[str, str]]:
             case NotYet(feature, nothing) if value != AUTO and not _in(value, nothing):
                 if name == "enabled" or group not in off:
                     yield path, feature
+    curriculum = config.curriculum_learning
+    if curriculum.enabled and curriculum.schedule_type == "custom":
+        feature = "a function of the program: transforms=[fds.curriculum('seqlen', function)] instead of these keys"
+        yield "curriculum_learning.schedule_type", feature
     kind = config.optimizer.kind if config.optimizer is not None else None
     if kind in optimizer.NOT_YET:
         yield "optimizer.type", optimizer.NOT_YET[kind]

@@ -210,6 +210,14 @@ refused by the engine: `prescale_gradients` and `gradient_predivide_factor` with
 float16 with `reduce_scatter` false at stages 1 and 2: the ranks' gradients are added undivided, and overflow where
     their mean does not | they are divided before they are added, whatever the key says |
     config/test_intended_differences | test_gradients_of_ranks_are_divided_before_they_are_added_in_float16
+`curriculum_learning`: the model is told the length, as `curriculum_seqlen`, and one that does not cut its input by it
+    trains on whole sequences | the step cuts the batch, before it is split, and the model is told nothing |
+    config/test_curriculum | test_the_step_cuts_the_batch_and_the_model_is_told_nothing
+`curriculum_learning`: lengths are rounded down below `min_difficulty`, to 0 where that is less than `difficulty_step` |
+    as in 0.19.8, they begin at the first multiple that is not below it |
+    config/test_curriculum | test_a_line_never_falls_below_the_least
+`curriculum_learning` without `curriculum_type`: a KeyError in the first forward | refused before it |
+    config/test_curriculum | test_what_does_not_compose_is_refused_with_its_keys
 unknown keys inside `compile`, which earlier releases had, are refused | left out with a warning |
     config/test_reading | test_keys_of_other_releases_inside_compile_pass
 a `cycle_max_mom` of 1, betas of 1, a dampening below 0, a first loss scale below the least: taken, and divided by 0 or

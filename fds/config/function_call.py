@@ -19,6 +19,7 @@ from fds.transforms.accumulate import accumulate
 from fds.transforms.checkpoint_activations import checkpoint_activations
 from fds.transforms.clip import clip_by_global_norm
 from fds.transforms.context_parallel import context_parallel
+from fds.transforms.curriculum import curriculum
 from fds.transforms.freeze import quantize_frozen
 from fds.transforms.loss_scale import loss_scale, skip_nonfinite, static_loss_scale
 from fds.transforms.offload import offload
@@ -37,6 +38,7 @@ FUNCTIONS = {  # path below fds -> function; everything that a configuration may
             checkpoint_activations,
             clip_by_global_norm,
             context_parallel,
+            curriculum,
             disk,
             loss_scale,
             offload,
@@ -189,6 +191,23 @@ def schedule_call(config: Groups) -> FunctionCall | None:
         return None
     curve = _FORMULAS[config.scheduler.type](config, config.scheduler.arguments)
     return FunctionCall("schedules.delayed", (curve,))
+
+
+def difficulty_call(config: Groups) -> FunctionCall | None:
+    """Return the call of the schedule of the curriculum by length, or None if the JSON has none that composes."""
+    asked = config.curriculum_learning
+    if not asked.enabled or asked.curriculum_type != "seqlen" or asked.schedule_type == "custom":
+        return None
+    least, greatest, numbers = asked.min_difficulty, asked.max_difficulty, asked.schedule_config
+    if asked.schedule_type == "fixed_discrete":
+        if least == greatest:  # where DeepSpeed never asks
+            return FunctionCall("schedules.fixed_discrete", ((greatest,), ()))
+        call = FunctionCall("schedules.fixed_discrete", (numbers.difficulty, numbers.max_step))
+        early = any(difficulty >= greatest for difficulty in numbers.difficulty[:-1])
+        return FunctionCall("schedules.stay_at", (call, greatest)) if early else call
+    sizes = (f"schedules.{asked.schedule_type}", least, greatest, numbers.total_curriculum_step)
+    root = {"degree": numbers.root_degree} if asked.schedule_type == "fixed_root" else {}
+    return FunctionCall.of(*sizes, **root, difficulty_step=numbers.difficulty_step)
 
 
 def _weight_decay(parameters: Any, function: str) -> float:

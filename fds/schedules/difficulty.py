@@ -138,7 +138,7 @@ def fixed_discrete(difficulties: Sequence[int], ends: Sequence[int]) -> Levels:
     """Have one difficulty for each stretch of steps: the first up to and with step `ends[0]`, the last without end.
 
     Raises:
-        ScheduleError: difficulties that are no counts, not one end fewer, or ends that do not increase from 1.
+        ScheduleError: difficulties that are no counts, not one end fewer, or ends that decrease.
 
     Source: the values of DeepSpeed 0.19.6's `fixed_discrete`.
 
@@ -149,13 +149,13 @@ def fixed_discrete(difficulties: Sequence[int], ends: Sequence[int]) -> Levels:
     tuples = isinstance(difficulties, tuple) and isinstance(ends, tuple)
     if not tuples or not difficulties or not all(is_int(x, 0) for x in difficulties):
         _refuse("fixed_discrete", "no difficulties", repr(difficulties)[:80], "a list of counts, one or more")
-    if len(ends) != len(difficulties) - 1 or not all(is_int(x, 1) for x in ends):
+    if len(ends) != len(difficulties) - 1 or not all(is_int(x, 0) for x in ends):
         got = f"{len(difficulties)} difficulties, ends={ends!r}"
         _refuse(
             "fixed_discrete", "stretches of steps and their ends do not match", got, "a step each, but for the last"
         )
-    if any(a >= b for a, b in itertools.pairwise(ends)):
-        _refuse("fixed_discrete", "the ends of stretches increase", repr(ends)[:80], "say, (100, 200)")
+    if list(ends) != sorted(ends):
+        _refuse("fixed_discrete", "the ends of stretches decrease", repr(ends)[:80], "say, (100, 200)")
     return Levels(lambda t: difficulties[bisect_left(ends, t)], lambda: [end + 1 for end in ends])
 
 

@@ -766,6 +766,37 @@ ON |= {
         ("output_file", "profile.txt", "profile.txt"),
     )
 }
+LINE = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 8,
+    "max_difficulty": 64,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 100, "difficulty_step": 8},
+}
+STRETCHES = {"schedule_config": {"difficulty": [8, 64, 32], "max_step": [10, 20]}}
+CURRICULA = {
+    "fixed_linear": {"curriculum_learning": LINE},
+    "fixed_root": {
+        "curriculum_learning": merged(LINE, {"schedule_type": "fixed_root", "schedule_config": {"root_degree": 2}})
+    },
+    "fixed_discrete": {"curriculum_learning": LINE | {"schedule_type": "fixed_discrete"} | STRETCHES},
+}
+ON |= {
+    f"curriculum_learning.{name}": (merged(CURRICULA[base], {"curriculum_learning": before}), value, then)
+    for name, base, before, value, then in (
+        ("enabled", "fixed_linear", {"enabled": False}, True, None),
+        ("curriculum_type", "fixed_linear", {}, "rarity", None),
+        ("min_difficulty", "fixed_linear", {}, 16, 16),
+        ("max_difficulty", "fixed_root", {}, 128, 128),
+        ("schedule_type", "fixed_root", {}, "fixed_linear", None),
+        ("schedule_config.total_curriculum_step", "fixed_root", {}, 50, 50),
+        ("schedule_config.difficulty_step", "fixed_linear", {}, 16, 16),
+        ("schedule_config.root_degree", "fixed_root", {}, 3, 3),
+        ("schedule_config.difficulty", "fixed_discrete", {}, [8, 64, 16], (8, 64, 16)),
+        ("schedule_config.max_step", "fixed_discrete", {}, [10, 30], (10, 30)),
+    )
+}
 WITH = {  # what goes with it
     # gradients travel in the parameters' dtype still, and are summed in it
     "data_types.grad_accum_dtype": {("precision", "reduce")}

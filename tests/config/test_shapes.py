@@ -32,7 +32,6 @@ REFUSED = {  # shape -> the keys that ask for what is not there
     "cifar_elastic": ["elasticity.enabled"],
     "gpt_random_ltd": ["data_efficiency.data_routing.random_ltd.enabled"],
     "hf_autotuning": ["autotuning.enabled"],
-    "megatron_curriculum": ["curriculum_learning.enabled"],
 }
 UNKNOWN = {  # shape -> (the first key that 0.19.6 drops in silence, one that is near)
     "llama_factory_zero2": ("comms_config", "comms_logger"),
@@ -80,10 +79,19 @@ ARGUMENTS = {  # those that do not contradict what a shape says itself
 }
 
 
-def rows(n: int, mesh: Any) -> tuple[Tensor, Tensor]:
-    """Return n rows (n, 4) and targets (n, 3) of this data rank; the stages of a pipeline have the same."""
+def rows(n: int, mesh: Any, tokens: bool = False) -> tuple[Any, Tensor]:
+    """Return n rows (n, 4) and targets (n, 3) of this data rank; the stages of a pipeline have the same.
+
+    With tokens there are 16 a row too, of which a curriculum cuts the ends.
+    """
     g = torch.Generator().manual_seed(mesh["dp"].index)
-    return torch.randn(n, 4, generator=g), torch.randn(n, 3, generator=g)
+    x = torch.randn(n, 4, generator=g)
+    return {"x": x, "tokens": torch.arange(16).repeat(n, 1)} if tokens else x, torch.randn(n, 3, generator=g)
+
+
+def features(batch: dict[str, Tensor]) -> Tensor:
+    assert batch["tokens"].shape[1] == 8
+    return batch["x"]
 
 
 def axes_of(name: str) -> list[dict[str, int]]:
@@ -174,9 +182,11 @@ def test_one_step_runs_on_two_ranks(name, tmp_path):
     def run() -> float:
         mesh = fds.mesh(**axes)
         own = () if config.optimizer else (fds.adamw(1e-3),)
-        step = fds.compose(*config.transforms(mesh), *own)(LOSS)
+        shortens = name == "megatron_curriculum"
+        loss = fds.Layers([features, *LOSS.layers], nn.MSELoss()) if shortens else LOSS
+        step = fds.compose(*config.transforms(mesh), *own)(loss)
         batch = config.resolve(world_size=axes["dp"])["train_batch_size"]
-        state, metrics = step(step.init(LOSS.init), rows(batch // axes["dp"], mesh))
+        state, metrics = step(step.init(loss.init), rows(batch // axes["dp"], mesh, shortens))
         assert int(state.calls) == 1
         return float(metrics["loss"])
 

@@ -30,24 +30,30 @@ _VERSIONS = (0.1, 0.2)
 _TABLE = """
 @switches: n/a: the switches of the techniques below it decide, in 0.19.6 too
 
-CurriculumScheduleConfig [part of curriculum_learning.enabled]: How the difficulty grows with the step; which keys are
-        used depends on `schedule_type`.
+CurriculumScheduleConfig [schedules.fixed_linear|schedules.fixed_root(=)]: How the difficulty grows with the step;
+        which keys are used depends on `schedule_type`.
     total_curriculum_step: int|None = None; steps; > 0 | when the greatest difficulty is reached: fixed_linear,
-        fixed_root
-    difficulty_step: int|None = None; > 0 | difficulties are rounded down to multiples of this: fixed_linear, fixed_root
-    root_degree: int|None = None; > 0 | 2 grows like the square root, 3 like the cube root, 1 linearly: fixed_root
-    difficulty: tuple[int, ...]|None = None | one difficulty for each stretch of steps: fixed_discrete
+        fixed_root | (total=)
+    difficulty_step: int|None = None; > 0 | difficulties are rounded down to multiples of this: fixed_linear,
+        fixed_root | (=)
+    root_degree: int|None = None; > 0 | 2 grows like the square root, 3 like the cube root, 1 linearly: fixed_root |
+        schedules.fixed_root(degree=)
+    difficulty: tuple[int, ...]|None = None | one difficulty for each stretch of steps: fixed_discrete |
+        schedules.fixed_discrete(difficulties=)
     max_step: tuple[int, ...]|None = None; steps | last step of each stretch but the last, which has no end:
-        fixed_discrete
+        fixed_discrete | schedules.fixed_discrete(ends=)
     ! intervals
 
-CurriculumConfig: `curriculum_learning`, as it was before data efficiency: training starts with short sequences.
-    enabled: bool = False | tell the model at each step how long sequences may be | not yet: curriculum learning by
-        length
-    curriculum_type: str|None = None | what is made easier; only 'seqlen' does anything
-    min_difficulty: int|None = None; tokens; > 0 | length at the first step
-    max_difficulty: int|None = None; tokens; > 0 | length from the end of the schedule on
-    schedule_type: ScheduleType|None = None | how lengths grow from the least to the greatest
+CurriculumConfig [schedules.fixed_linear|schedules.fixed_root(=)]: `curriculum_learning`, as it was before data
+        efficiency: training starts with short sequences.
+    enabled: bool = False | tell the model at each step how long sequences may be | curriculum(): the step cuts the
+        batch, and the model is told nothing
+    curriculum_type: str|None = None | what is made easier; only 'seqlen' does anything | curriculum(how=)
+    min_difficulty: int|None = None; tokens; > 0 | length at the first step | (least=)
+    max_difficulty: int|None = None; tokens; > 0 | length from the end of the schedule on |
+        schedules.fixed_linear|schedules.fixed_root|schedules.stay_at(greatest=)
+    schedule_type: ScheduleType|None = None | how lengths grow from the least to the greatest | curriculum(schedule=):
+        which of them; `custom` is a function of the program
     schedule_config: CurriculumScheduleConfig | the numbers of the schedule
     ! order min_difficulty max_difficulty
     ! schedule
