@@ -13,7 +13,7 @@ DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-cpus test-browser test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-context gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
+.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-cpus test-browser test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-context bench-analysing gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -122,6 +122,9 @@ bench-losses: $(READY)  ## train the main job by messages in fewer bytes: what i
 
 bench-context: $(READY)  ## time and weigh Ulysses and ring attention at 8k tokens beside one rank
 	@$(BIN)/python benchmarks/context.py $(ARGS)
+
+bench-analysing: $(PEERS)  ## time the analysis of a file of tokens beside DeepSpeed's (needs .venv-peers, large)
+	@.venv-peers/bin/python benchmarks/analysing.py $(ARGS)
 
 # On a GPU: no environment is made and nothing is installed, for the machine may have no network (docs/gpu.md). GPU_PYTHON
 # has a torch that sees the GPU, GPU_SITE is a folder with the wheels that it lacks.

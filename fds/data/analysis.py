@@ -40,14 +40,15 @@ from fds.data.metric_files import (
     write_total,
 )
 from fds.data.metrics import Metric, PerSample, Samples, add, named
+from fds.data.tokens import TokenDocuments, TokenFile, TokenWindows
 from fds.display.progress import Interrupt
 from fds.display.screens import View, screen_for
 from fds.errors import DataError, FdsError, is_int
-from fds.storage.disk.files import check_path, sync
+from fds.storage.disk.files import check_path
 from fds.storage.ranks.exchange import Ranks
 
-BLOCK = 1 << 10  # samples that are read at once
-CHUNKS, LEAST, MOST = 256, 1 << 10, 1 << 18  # of chunks: how many there are to be, and their samples
+BLOCK = 1 << 10  # samples that are read at once, at most
+CHUNKS, LEAST, MOST = 256, 1 << 12, 1 << 18  # of chunks: how many there are to be, and their samples
 LOOKED_AT = 64  # samples by which a data set is known again
 
 
@@ -116,6 +117,13 @@ class _Chunks:
         """Number of samples of a chunk."""
         return min(max(-(-self.length // CHUNKS), LEAST), MOST)
 
+    @property
+    def block(self) -> int:
+        """Number of samples that are read at once: those of files are views, and windows a copy of 2^22 tokens."""
+        if isinstance(self.dataset, TokenWindows):
+            return min(BLOCK, max(1, (1 << 22) // self.dataset.length))
+        return BLOCK if isinstance(self.dataset, TokenFile | TokenDocuments) else BLOCK // 4
+
     def __len__(self) -> int:
         return -(-self.length // self.size)
 
@@ -131,8 +139,8 @@ class _Chunks:
 
     def _measure(self, begin: int, end: int) -> dict[str, np.ndarray]:
         parts: dict[str, list[np.ndarray]] = {name: [] for name in self.metrics}
-        for first in range(begin, end, BLOCK):
-            samples = Samples(self.dataset, first, min(first + BLOCK, end))
+        for first in range(begin, end, self.block):
+            samples = Samples(self.dataset, first, min(first + self.block, end))
             for name, metric in self.metrics.items():
                 with naming(name):
                     value = metric.measure(samples, self.totals.get(name))
@@ -193,11 +201,11 @@ class _Analysis:
 
     def _missing(self, manifest: dict[str, Any]) -> list[str]:
         for name, metric in self.metrics.items():
-            there = manifest["metrics"].get(name, {"metric": repr(metric)})["metric"]
+            there = manifest["metrics"].get(name, {"metric": repr(metric)}).get("metric")
             if there != repr(metric):
                 where, hint = f"{self.folder}, {name!r}", "another name or another directory"
                 raise DataError(
-                    "another metric has this name here", where=where, got=repr(metric), want=there, hint=hint
+                    "another metric has this name here", where=where, got=repr(metric), want=str(there), hint=hint
                 )
         return [name for name in self.metrics if name not in manifest["metrics"]]
 
@@ -336,7 +344,7 @@ def _result(results: Iterator[Any]) -> dict[str, np.ndarray]:
 
 
 def _keep(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write the file of a chunk, at once and durably. Raises `OSError`."""
+    """Write the file of a chunk, at once: what has its name is whole. Raises `OSError`."""
     aside = path.with_suffix(".writing")
     with open(aside, "wb") as file:
         named_arrays: dict[str, Any] = {f"of {name}": array for name, array in arrays.items()}
@@ -344,7 +352,6 @@ def _keep(path: Path, arrays: dict[str, np.ndarray]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
-    sync(path.parent)
 
 
 def _loaded(paths: list[Path], name: str) -> Iterator[np.ndarray]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -35,6 +36,7 @@ from fds.storage.disk.files import check_path, hold_alone, parse_json, read_erro
 MANIFEST, FORMAT = "analysis.json", 1
 LOCK, ASIDE = ".lock", ".analysing"
 PARTS = ("values", "order", "distinct", "starts")
+KEYS = {"sample": {"dtype", "distinct", "least", "most"}, "total": {"dtype", "shape"}}  # of a metric's record
 BLOCK = 1 << 20  # samples that are read at once
 BUCKET = 1 << 20  # samples of a bucket, on average
 INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
@@ -59,8 +61,16 @@ class SampleMetric:
     starts: np.ndarray = attrs.field(repr=False)
 
     def count_upto(self, value: float) -> int:
-        """Return how many samples have at most this value: `order[count_upto(a):count_upto(b)]` are those in (a, b]."""
-        return int(self.starts[np.searchsorted(self.distinct, value, "right")])
+        """Return how many samples have at most this value: `order[count_upto(a):count_upto(b)]` are those in (a, b].
+
+        Raises `DataError` for what is no number.
+        """
+        if not isinstance(value, int | float | np.number) or math.isnan(value):
+            raise DataError("not a value", where=f"count_upto, {self.name!r}", got=repr(value)[:80], want="a number")
+        if not self.distinct[0] <= value < self.distinct[-1]:
+            return 0 if value < self.distinct[0] else len(self.order)
+        value = math.floor(value) if self.distinct.dtype.kind in "iu" else value
+        return int(self.starts[np.searchsorted(self.distinct, self.distinct.dtype.type(value), "right")])
 
 
 def read_metric(dir: str | os.PathLike[str], name: str) -> SampleMetric:
@@ -98,7 +108,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = parse_json(content)
         fine = manifest["format"] == FORMAT and isinstance(manifest["length"], int)
-        fine = fine and all(record["kind"] in ("sample", "total") for record in manifest["metrics"].values())
+        fine = fine and all(KEYS[record["kind"]] <= record.keys() for record in manifest["metrics"].values())
     except (ValueError, TypeError, KeyError, AttributeError):
         fine = False
     if not fine:
@@ -368,3 +378,5 @@ def aside_in(folder: Path) -> Iterator[Path]:
         yield aside
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        with contextlib.suppress(OSError):  # chunks of an analysis that goes on
+            aside.parent.rmdir()

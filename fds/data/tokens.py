@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import array
+import errno
 import os
+import stat
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -62,9 +64,7 @@ class TokenFile:
     is_raw: bool = False
 
     def __init__(self, path: str | os.PathLike[str], dtype: str | None = None):
-        place = check_path(path, "path")
-        stem = place.with_suffix("") if place.suffix in (".bin", ".idx") else place
-        index, data = stem.with_name(f"{stem.name}.idx"), stem.with_name(f"{stem.name}.bin")
+        place, index, data = _paths(path)
         with read_errors("token file", place):
             if dtype is None:
                 if place.exists() and not index.exists():
@@ -74,7 +74,7 @@ class TokenFile:
                 return
             _check_dtype(dtype, DTYPES)
             if index.exists():
-                hint = f"TokenFile({str(stem)!r})"
+                hint = f"TokenFile({str(index)!r})"
                 raise DataError("these tokens have an index, which says their dtype", where=str(index), hint=hint)
             tokens = _mapped(place, np.dtype(dtype).newbyteorder("<"))
         length, first, borders = map(np.array, ([len(tokens)], [0], [0, 1]))
@@ -205,15 +205,14 @@ def write_tokens(
     Raises `DataError` for tokens that are no integers of the dtype, and names the document; `StorageError` where the
     files cannot be written. Existing files are then unchanged.
     """
-    place = check_path(path, "path")
-    stem = place.with_suffix("") if place.suffix in (".bin", ".idx") else place
+    _, index, data = _paths(path)
     if codes not in WRITTEN:
         hint = nearest(str(codes), WRITTEN)
         raise DataError("not a table of codes", where="codes", got=repr(codes), want=" or ".join(WRITTEN), hint=hint)
     _check_dtype(dtype, tuple(WRITTEN[codes]), hint='codes="deepspeed"' if dtype in WRITTEN["deepspeed"] else "")
-    names = [f"{stem.name}.bin", f"{stem.name}.idx"]
+    folder, names = data.parent, [data.name, index.name]
     lengths = array.array("i")
-    with write_errors(stem.parent), replace_files(stem.parent, names) as hidden:
+    with write_errors(folder), replace_files(folder, names) as hidden:
         with open(hidden / names[0], "wb") as file:
             for i, document in enumerate(documents):
                 row = _integers(document, dtype, f"document {i}")
@@ -228,9 +227,9 @@ def write_tokens(
             ((ends - sizes) * np.dtype(dtype).itemsize).astype("<i8").tofile(file)
             np.arange(len(lengths) + 1, dtype="<i8").tofile(file)
             _sync_file(file)
-        (stem.parent / names[1]).unlink(missing_ok=True)  # killed between two renames, tokens have no index, or theirs
-        sync(stem.parent)
-    return TokenFile(stem)
+        index.unlink(missing_ok=True)  # killed between two renames, tokens have no index, or theirs
+        sync(folder)
+    return TokenFile(index)
 
 
 def as_tokens(tokens: Any, where: str) -> np.ndarray:
@@ -247,6 +246,15 @@ def as_tokens(tokens: Any, where: str) -> np.ndarray:
     return row
 
 
+def _paths(path: str | os.PathLike[str]) -> tuple[Path, Path, Path]:
+    """Return the path, and those of an index and of its tokens. Raises `DataError` for one without a name."""
+    place = check_path(path, "path")
+    stem = place.with_suffix("") if place.suffix in (".bin", ".idx") else place
+    if not stem.name:
+        raise DataError("not the path of a file", where="path", got=repr(str(path)), want="a path that ends in a name")
+    return place, stem.with_name(f"{stem.name}.idx"), stem.with_name(f"{stem.name}.bin")
+
+
 def _integers(tokens: Any, dtype: str, where: str) -> np.ndarray:
     row, bounds = as_tokens(tokens, where), np.iinfo(dtype)
     if len(row) > np.iinfo(np.int32).max:
@@ -260,9 +268,9 @@ def _integers(tokens: Any, dtype: str, where: str) -> np.ndarray:
 
 def _indexed(index: Path, data: Path) -> tuple[str, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return dtype, tokens, lengths, first bytes and documents of two files that belong together."""
+    size, nbytes = _size(index), _size(data)
     with open(index, "rb") as file:
         head = file.read(HEAD)
-        size = os.fstat(file.fileno()).st_size
     if len(head) < HEAD or not head.startswith(MAGIC):
         want = f"an index of Megatron or DeepSpeed, which begins with {MAGIC!r}"
         raise DataError("not an index of tokens", where=str(index), got=repr(head[:9]), want=want)
@@ -277,7 +285,6 @@ def _indexed(index: Path, data: Path) -> tuple[str, np.ndarray, np.ndarray, np.n
     at = lambda offset, length, dtype: _mapped(index, np.dtype(dtype), offset, length)
     lengths = at(HEAD, count, "<i4")
     firsts, borders = at(HEAD + 4 * count, count, "<i8"), at(HEAD + 12 * count, documents, "<i8")
-    nbytes = os.stat(data).st_size
     for dtype in CODES[code]:
         if _fits(lengths, firsts, nbytes, np.dtype(dtype).itemsize):
             return dtype, _mapped(data, np.dtype(dtype).newbyteorder("<")), lengths, firsts, borders
@@ -305,7 +312,7 @@ def _fits(lengths: np.ndarray, firsts: np.ndarray, nbytes: int, width: int) -> b
 
 
 def _mapped(path: Path, dtype: np.dtype, offset: int = 0, length: int | None = None) -> np.ndarray:
-    nbytes = os.stat(path).st_size
+    nbytes = _size(path)
     if length is None and nbytes % dtype.itemsize:
         want = f"a multiple of {dtype.itemsize}, for {dtype.name}"
         raise DataError("the file is no stream of tokens", where=str(path), got=f"{nbytes} bytes", want=want)
@@ -314,6 +321,14 @@ def _mapped(path: Path, dtype: np.dtype, offset: int = 0, length: int | None = N
     return np.asarray(
         np.memmap(path, dtype, "r", offset, length)
     )  # slices of an array take half the time of a memmap's
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a regular file: to open a pipe would wait for its writer. Raises `OSError`."""
+    about = os.stat(path)
+    if not stat.S_ISREG(about.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return about.st_size
 
 
 def _row(tokens: np.ndarray) -> Tensor:

@@ -23,6 +23,7 @@ NAMES = re.findall(r"^bench-([a-z]+):", (ROOT / "Makefile").read_text(), flags=r
 NEEDS_A_GPU = {"kernels"}
 ELSEWHERE = {"launches"}  # tests/benchmarks/test_launches.py
 WITHOUT_PEERS = {  # what of a benchmark needs no package but torch
+    "analysing": ["--only", "fds"],
     "sharding": ["--only", "fds 0,DDP", "--stages", "0", "--rates", "loopback"],
     "pipeline": ["--only", "fds ZB-H1,torch 1F1B"],
     "storage": ["--only", "saving", "--ranks", "1"],

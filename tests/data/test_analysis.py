@@ -17,8 +17,10 @@ from fds.data import (
     TokenFile,
     VocabularyRarity,
     analyse,
+    analysis,
     import_metric,
     metric_files,
+    metrics,
     read_metric,
     read_total,
     write_tokens,
@@ -26,6 +28,11 @@ from fds.data import (
 from fds.errors import DataError, FdsError, StorageError
 
 WORDS = 50
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch):
+    monkeypatch.setattr(analysis, "LEAST", 1024)
 
 
 def corpus(length=3000, seed=0):
@@ -87,6 +94,8 @@ def test_files_say_what_numpy_does_by_hand(tmp_path, capsys):
     assert list(results) == list(METRICS) and results["length"].values.dtype == np.uint8
     check(tmp_path / "a", by_hand(texts))
     assert results["length"].count_upto(7) == sum(len(text) <= 7 for text in texts)
+    with pytest.raises(DataError):
+        results["length"].count_upto(float("nan"))
     assert results["length"].count_upto(-1) == 0 and results["length"].count_upto(99.5) == len(texts)
     said = capsys.readouterr()
     assert not said.out and "step 3/3" in said.err and "pass 2 of 2" in said.err
@@ -227,6 +236,24 @@ def test_what_a_data_set_draws_follows_from_the_chunk(tmp_path):
         torch.manual_seed(workers)
         analyse(Noisy(), {"x": lambda x: x}, tmp_path / name, workers=workers, show=False)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_texts_without_words_are_measured(tmp_path):
+    file = write_tokens(tmp_path / "empty", [[], []])
+    for name, texts in (("a", [[], []]), ("b", file), ("c", [torch.zeros(0, dtype=torch.int64)] * 2)):
+        results = analyse(texts, {k: METRICS[k] for k in ("length", "rarity", "counts")}, tmp_path / name, show=False)
+        assert results["length"].values.tolist() == results["rarity"].values.tolist() == [0, 0]
+        assert not results["counts"].any() and len(results["counts"]) == WORDS
+
+
+def test_long_windows_are_read_a_few_at_a_time(tmp_path, monkeypatch):
+    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "raw")
+    windows = TokenFile(tmp_path / "raw", "uint16").windows(100)
+    monkeypatch.setattr(metrics, "MOST_TOKENS", 150)
+    results = analyse(windows, {"x": VocabularyRarity(1000), "y": TokenCounts(1000)}, tmp_path / "a", show=False)
+    want = np.bincount(np.concatenate([row.numpy() for row in windows]), minlength=1000)
+    np.testing.assert_array_equal(results["y"], want)
+    np.testing.assert_allclose(results["x"].values, [-np.log(want[row] / want.sum()).sum() for row in windows])
 
 
 def raises(text):

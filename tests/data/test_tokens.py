@@ -1,5 +1,6 @@
 """Files of tokens: byte for byte those of DeepSpeed and Megatron, read by rows, windows and documents."""
 
+import os
 import pickle
 import struct
 
@@ -138,6 +139,7 @@ def test_what_is_refused_leaves_the_files_that_were_there(rows, options, words, 
 
 def test_a_path_that_leads_nowhere_and_arguments_that_are_none(tmp_path):
     (tmp_path / "raw").write_bytes(b"abc")
+    os.mkfifo(tmp_path / "pipe")
     write_tokens(tmp_path / "a", ROWS)
     for call in (
         lambda: TokenFile(tmp_path / "b"),
@@ -146,6 +148,9 @@ def test_a_path_that_leads_nowhere_and_arguments_that_are_none(tmp_path):
         lambda: TokenFile(tmp_path / "a.bin", "uint16"),
         lambda: TokenFile(tmp_path, "uint8"),
         lambda: TokenFile(3),
+        lambda: TokenFile(""),
+        lambda: TokenFile(tmp_path / "pipe", "uint8"),
+        lambda: write_tokens("/", ROWS),
         lambda: TokenFile(tmp_path / "raw", "uint8").documents(),
         lambda: TokenFile(tmp_path / "raw", "uint8").windows(3),
         lambda: TokenFile(tmp_path / "raw", "uint8").windows(0),
