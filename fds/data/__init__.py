@@ -7,11 +7,14 @@ from fds.data.metric_files import SampleMetric, import_metric, read_metric, read
 from fds.data.metrics import Accumulated, PerSample, SequenceLength, TokenCounts, VocabularyRarity
 from fds.data.mixtures import Mixture, mixture
 from fds.data.orders import BatchOrder, permute
+from fds.data.packing import PackedRows, Packing, pack, packed
 from fds.data.shares import Coordinate, per_microbatch
+from fds.data.token_batches import ScaledRate, TokenBatches, batches_by_tokens
 from fds.data.tokens import TokenFile, write_tokens
 
 __all__ = [
-    "Accumulated", "BatchOrder", "Coordinate", "CurriculumSampler", "DistributedLoader", "Mixture", "PerSample",
-    "RepeatingLoader", "SampleMetric", "SequenceLength", "TokenCounts", "TokenFile", "VocabularyRarity", "analyse",
-    "import_metric", "mixture", "per_microbatch", "permute", "read_metric", "read_total", "write_tokens",
+    "Accumulated", "BatchOrder", "Coordinate", "CurriculumSampler", "DistributedLoader", "Mixture", "PackedRows",
+    "Packing", "PerSample", "RepeatingLoader", "SampleMetric", "ScaledRate", "SequenceLength", "TokenBatches",
+    "TokenCounts", "TokenFile", "VocabularyRarity", "analyse", "batches_by_tokens", "import_metric", "mixture", "pack",
+    "packed", "per_microbatch", "permute", "read_metric", "read_total", "write_tokens",
 ]  # fmt: skip

@@ -100,7 +100,7 @@ class CurriculumSampler:
         self._advance(0)
 
     def __repr__(self) -> str:
-        return f"CurriculumSampler({', '.join(self.schedules)}: {self._length} samples)"
+        return f"CurriculumSampler({', '.join(self.schedules)}: {self.num_samples} samples)"
 
     def __getstate__(self) -> dict[str, Any]:  # files are mapped again, where a worker process reads them
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
@@ -111,7 +111,7 @@ class CurriculumSampler:
 
     def num_batches(self, size: int) -> int:
         """Return the number of batches of `size` rows after which as many rows were drawn as there are samples."""
-        return max(self._length // size, 1)
+        return max(self.num_samples // size, 1)
 
     def difficulties(self, batch: int | Tensor) -> dict[str, Any]:
         """Return the difficulty of each metric in a batch, by its schedule. Raises `DataError` for what is none."""
@@ -136,10 +136,10 @@ class CurriculumSampler:
         """Forget what was computed of the past: all of it follows from the arguments."""
         self._pid = os.getpid()
         self._sorted = {name: _sorted(name, metric) for name, metric in self.metrics.items()}
-        self._length = _same_length(self._sorted)
+        self.num_samples = _same_length(self._sorted)
         clustered = {name: x for name, x in self._sorted.items() if self.clustering[name] == "schedule_based"}
         self._sorted = clustered
-        self._arrivals = _Arrivals.of(self._length, self.folder) if len(clustered) > 1 else None
+        self._arrivals = _Arrivals.of(self.num_samples, self.folder) if len(clustered) > 1 else None
         # numbers of samples, those of a cluster one after another; None where they are all, in their order
         single = next(iter(clustered.values())).order if len(clustered) == 1 else None
         self._samples = single if self._arrivals is None else self._arrivals.samples
@@ -171,14 +171,14 @@ class CurriculumSampler:
         if self.difficulty[name] == "value":
             return self._sorted[name].count(difficulty)
         share = Fraction(difficulty) / 100 if math.isfinite(difficulty) else difficulty
-        return max(0, min(self._length, math.floor(self._length * min(share, 1))))
+        return max(0, min(self.num_samples, math.floor(self.num_samples * min(share, 1))))
 
     def _add_cluster(self, batch: int, new: Mapping[str, np.ndarray]) -> None:
         first = self._firsts[-1] + self._sizes[-1] if self._sizes else 0
         if self._arrivals is not None:
             size = self._arrivals.add(first, new, len(self._sorted))
         else:
-            size = len(next(iter(new.values()), ())) if self._sorted else self._length
+            size = len(next(iter(new.values()), ())) if self._sorted else self.num_samples
         if size:
             self._begins.append(batch)
             self._firsts.append(first)

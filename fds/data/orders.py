@@ -52,6 +52,10 @@ class Orders:
         """Return the stream of batches of `batch_size` rows. Raises `DataError`."""
         if not is_batch_order(self.sampler):
             return Stream(self.length(), self.batch_size, last)
+        theirs = getattr(self.sampler, "num_samples", self.rows)
+        if theirs != self.rows:
+            got, want = f"{theirs} samples", f"{self.rows}, as the data set has"
+            raise DataError("the sampler is of another data set", where="sampler", got=got, want=want)
         number = self.sampler.num_batches(self.batch_size)
         self._of(0)  # refuses at once what is no batch
         return Stream(self.batch_size, self.batch_size, last, max(number, 1))

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 import fds
-from fds.data import Coordinate, CurriculumSampler, DistributedLoader, RepeatingLoader, mixture
+from fds.data import Coordinate, CurriculumSampler, DistributedLoader, RepeatingLoader, batches_by_tokens, mixture
 from fds.data.orders import permutation
 from tests.bits import assert_same_bits
 from tests.data.loaders import Noisy, Numbers, as_lists, stream_of
@@ -94,9 +94,11 @@ CURRICULUM = CurriculumSampler(
     {"a": range(20), "b": range(20, 0, -1)}, {"a": lambda t: 9 + 3 * t, "b": lambda t: 15 + t}
 )
 ORDERS = {
-    "curriculum": {"dataset": DATA, "sampler": CURRICULUM},
+    "curriculum": {"dataset": DATA, "batch_size": 8, "sampler": CURRICULUM},
+    "tokens": {"dataset": DATA, "batch_size": 2, "sampler": batches_by_tokens(range(1, 21), 40)},
     "mixture": {
-        "dataset": mixture([Subset(DATA, range(9)), Subset(DATA, range(9, 20))], lambda batch: [1, batch], key=2)
+        "batch_size": 8,
+        "dataset": mixture([Subset(DATA, range(9)), Subset(DATA, range(9, 20))], lambda batch: [1, batch], key=2),
     },
 }
 
@@ -110,7 +112,7 @@ def test_a_run_stopped_on_one_rank_goes_on_on_two_bit_for_bit(order, tmp_path):
         way = fds.accumulate(2) if axis is None else fds.shard_optimizer(axis, stage=2)
         step = fds.compose(way, fds.sgd(0.1))(loss)
         state = step.init(loss.init, key=0) if directory is None else fds.load(directory, step, loss.init)[0]
-        state = train(step, state, DistributedLoader(batch_size=8, axis=axis, **ORDERS[order]), calls)
+        state = train(step, state, DistributedLoader(axis=axis, **ORDERS[order]), calls)
         if directory is None:
             fds.save(tmp_path, state, step)
         return step.params(state)
