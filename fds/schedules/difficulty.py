@@ -111,7 +111,10 @@ def _rising(function: str, least: int, greatest: int, total: int, multiple: int,
     lowest = -(-least // multiple) * multiple
 
     def level(t: int) -> int:
-        value = math.floor((float(t) / total) ** (1.0 / degree) * (greatest - least) + least)
+        try:
+            value = math.floor((float(t) / total) ** (1.0 / degree) * (greatest - least) + least)
+        except OverflowError:  # of a degree far below 1, long after the end
+            return greatest
         return min(max(value - value % multiple, lowest), greatest)
 
     def changes() -> list[int]:
@@ -250,7 +253,8 @@ def by_tokens(curve: Callable, difficulty: Callable, full: int, *, until: int | 
     def formula(t: Tensor) -> Tensor:
         first, slopes, sums = table if t.device.type == "cpu" else there(t.device)
         at = torch.searchsorted(first, t, right=True).sub(1).clamp(min=0)
-        tokens = torch.where(t < 0, t * full, sums[at] + (t - first[at]) * slopes[at])
+        # by `take`: an index of no dims is a number for torch, which waits for it
+        tokens = torch.where(t < 0, t * full, sums.take(at) + (t - first.take(at)) * slopes.take(at))
         return value_at(curve, tokens / full)
 
     return formula

@@ -80,7 +80,7 @@ class Shortened:
         named = dict(zip(tree.paths(batch), leaves, strict=True))
         stages = any(dimension.role == "stage" for dimension in call.dimensions.given)
         parts = stages and None in named.values()  # a rank of a pipeline has None for what it does not read
-        cuts = _likely(named, parts) if self.dims is None else _named(named, self.dims, parts)
+        cuts = _likely(named, parts) if self.dims is None else _named(named, self.dims)
         if not self.reshape:
             return build([_first(x, cuts.get(path, ()), length) for path, x in named.items()])
         pieces = _pieces(named, cuts, length)
@@ -90,16 +90,16 @@ class Shortened:
 def _likely(named: Mapping[str, Any], parts: bool) -> dict[str, tuple[int, ...]]:
     """Return the dims that are as long as the sequences are, which whole numbers of two dims, (B, S), show."""
     dense: dict[str, Tensor] = {path: x for path, x in named.items() if _is_dense(x)}
-    tokens = {path: x for path, x in dense.items() if x.dim() == 2 and _is_whole_number(x) and x.shape[1] > 1}
+    tokens = {path: x for path, x in dense.items() if x.dim() == 2 and _is_whole_number(x)}
     lengths = {path: x.shape[1] for path, x in tokens.items()}
     if not lengths and dense and not parts:
         got = ", ".join(f"{path or 'batch'} {tuple(x.shape)} {x.dtype}" for path, x in dense.items())
         raise _unclear("nobody knows which leaves are sequences", "", got[:200], "whole numbers, (B, S)")
-    if len(set(lengths.values())) > 1:
+    longest = max(lengths.values(), default=1)
+    if not {*lengths.values()} <= {1, longest}:  # a label of each row, (B, 1), is not cut
         got = ", ".join(f"{path} {length}" for path, length in lengths.items())
         raise _unclear("sequences of several lengths", "", got[:200], "one length")
-    length = next(iter(lengths.values()), None)
-    return {path: _as_long(path, x, length) for path, x in dense.items()}
+    return {path: _sequence_dims(x, longest) for path, x in dense.items()} if longest > 1 else {}
 
 
 def _is_dense(x: Any) -> TypeGuard[Tensor]:
@@ -110,23 +110,21 @@ def _is_whole_number(x: Tensor) -> bool:
     return not x.is_floating_point() and not x.is_complex()
 
 
-def _as_long(path: str, x: Tensor, length: int | None) -> tuple[int, ...]:
-    """Return the dims of a leaf that are of this length: one, or the last two of a mask."""
+def _sequence_dims(x: Tensor, length: int) -> tuple[int, ...]:
+    """Return the dims of a leaf along which tokens lie: by what it is like, not where else that number may occur."""
     dims = tuple(dim for dim in range(1, x.dim()) if x.shape[dim] == length)
-    is_mask = dims == (x.dim() - 2, x.dim() - 1) and (x.dim() == 4 or _is_whole_number(x))
-    if len(dims) > 1 and not is_mask:
-        want = "one dim of that length, or the last two of a mask"
-        raise _unclear("several dims are as long as sequences are", path, f"{tuple(x.shape)} {x.dtype}", want)
-    return dims
+    if 1 in dims:  # (B, S, ...), or a mask (B, S, S)
+        return (1, 2) if x.dim() == 3 and 2 in dims and _is_whole_number(x) else (1,)
+    return dims if x.dim() in (3, 4) and x.shape[1] == 1 else ()  # masks (B, 1, S), (B, 1, 1, S), (B, 1, S, S)
 
 
-def _named(
-    named: Mapping[str, Any], patterns: Mapping[str, tuple[int, ...]], parts: bool
-) -> dict[str, tuple[int, ...]]:
+def _named(named: Mapping[str, Any], patterns: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return the dims by path, not below 0. Raises `BatchError` for patterns without a leaf, leaves without a dim."""
     cuts: dict[str, tuple[int, ...]] = {}
     for pattern in patterns:
-        if not parts and not fnmatch.filter(named, pattern):
+        if not fnmatch.filter(named, pattern) and not any(
+            x is None and _is_above(at, pattern) for at, x in named.items()
+        ):
             what, hint = "a pattern of `dims` matches no leaf", did_you_mean(pattern, named)
             raise BatchError(what, where="curriculum", got=repr(pattern), want=", ".join(named), hint=hint)
     for path, leaf in named.items():
@@ -146,6 +144,11 @@ def _named(
             )
         cuts[path] = dims
     return cuts
+
+
+def _is_above(path: str, pattern: str) -> bool:
+    """Return whether a pattern may match below a path, where a rank of a pipeline has None."""
+    return not path or fnmatch.fnmatchcase(path, ".".join(pattern.split(".")[: path.count(".") + 1]))
 
 
 def _unclear(what: str, where: str, got: str, want: str) -> BatchError:
@@ -229,9 +232,9 @@ def curriculum(
     length), masks see within pieces, and what has no dim to cut is repeated. A function makes of a batch what it likes.
     Several curricula stand one after the other. Evaluations get the batch whole.
 
-    Without `dims` sequences are as long as whole numbers of two dims are, (B, S), and of every leaf that dim is cut:
-    (B, S), (B, S, H), both of a mask (B, 1, S, S), the last of (B, 1, 1, S). Where that is not clear it is an error.
-    What `fds.whole` marks is left as it is.
+    Without `dims` sequences are as long as whole numbers of two dims are, (B, S); leaves (B, S, ...) are cut too, and
+    masks (B, 1, S, S), (B, 1, 1, S), (B, 1, S), and (B, S, S) of whole numbers or booleans. Tokens of several lengths,
+    and a batch without any, are an error. What `fds.whole` marks is left as it is.
 
     Args:
         how: "seqlen", "seqlen_reshape", or a function `(batch, difficulty) -> batch`.

@@ -15,6 +15,9 @@ SCHEDULED = {
         fds.schedules.warmup_cosine(1e-3, warmup_steps=2, total_steps=9),
         betas=(fds.schedules.one_cycle_momentum(first_steps=3), 0.99),
     ),
+    "tokens": lambda: fds.adamw(
+        fds.schedules.by_tokens(lambda t: 1e-3 / (t + 1), fds.schedules.fixed_linear(2, 8, 9), 8)
+    ),
     "muon": lambda: fds.by_name({"*.bias": fds.adamw(), "1.*": fds.lion(), "*": fds.muon()}),
 }
 

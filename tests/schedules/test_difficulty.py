@@ -62,6 +62,12 @@ def test_what_0_19_6_rounds_to_nothing_begins_at_the_first_multiple_that_is_not_
     assert schedules.fixed_linear(4, 6, 10, difficulty_step=8)(1) == 6  # and never above the greatest
 
 
+def test_a_degree_far_below_1_stays_at_the_greatest_for_good():
+    power = schedules.fixed_root(2, 8, 10, degree=1e-3)
+    assert [power(t) for t in (1, 9, 10, 11, 30, 10**9)] == [2, 2, 8, 8, 8, 8]
+    assert power.formula.changes() == [10]
+
+
 def test_the_expected_difficulties_of_deepspeeds_own_tests():
     discrete = schedules.fixed_discrete([1, 2, 3, 4, 5], [2, 4, 6, 8])
     assert [discrete(t) for t in range(1, 11)] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]

@@ -104,9 +104,12 @@ BATCH = {
     "attention": numbered(4, 1, 6, 6),
     "padding": numbered(4, 1, 1, 6, dtype=torch.bool),
     "sees": numbered(4, 6, 6, dtype=torch.bool),
+    "square": numbered(4, 6, 6),  # features, as many as there are tokens
+    "heads": numbered(4, 6, 6, 2),
+    "keys": numbered(4, 1, 6),
     "label": numbered(4, dtype=torch.long),
     "one": numbered(4, 1, dtype=torch.long),
-    "image": numbered(4, 3, 5, 5),
+    "image": numbered(4, 3, 6, 6),
     "scalar": torch.tensor(3.0),
     "word": "text",
     "positions": fds.whole(numbered(6)),
@@ -118,6 +121,9 @@ CUT = {
     "attention": (slice(None), slice(4), slice(4)),
     "padding": (slice(None), slice(None), slice(4)),
     "sees": (slice(4), slice(4)),
+    "square": (slice(4),),
+    "heads": (slice(4),),
+    "keys": (slice(None), slice(4)),
 }
 
 
@@ -141,6 +147,12 @@ def test_rows_become_rows_of_their_pieces_and_masks_what_a_piece_sees_of_itself(
     assert torch.equal(seen["tokens"].view(-1), BATCH["tokens"].view(-1))  # nothing is lost
     assert shown("seqlen_reshape", BATCH, length=4)["tokens"].tolist() == BATCH["tokens"][:, :4].tolist()
     assert shown("seqlen_reshape", {"x": BATCH["tokens"]}, length=5)["x"].shape == (4, 5)
+
+
+def test_sequences_of_one_token_are_whole_whatever_else_has_one():
+    batch = {"tokens": BATCH["tokens"][:, :1], "mask": numbered(4, 1, 1, 1), "label": numbered(4, 1)}
+    for how in ("seqlen", "seqlen_reshape"):
+        assert all(map(torch.equal, shown(how, batch, length=1).values(), batch.values()))
 
 
 def test_dims_name_leaves_by_patterns_and_whole_ones_too():
@@ -224,23 +236,20 @@ def test_bad_arguments_are_refused_where_they_are_composed(make, words):
         make()
 
 
-SQUARE = {"tokens": BATCH["tokens"], "x": numbered(4, 6, 6)}
-
-
 @pytest.mark.parametrize(
     ("how", "batch", "dims", "words"),
     [
         ("seqlen", {"x": numbered(4, 6)}, None, "nobody knows"),
         ("seqlen", {"x": numbered(4, 6), "y": None}, None, "nobody knows"),
         ("seqlen", {**BATCH, "other": numbered(4, 7, dtype=torch.int)}, None, "(?s)several lengths.*other 7"),
-        ("seqlen", SQUARE, None, r"batch\.x|several dims"),
         ("seqlen", BATCH, {"token": 1}, "'token'"),
+        ("seqlen", (BATCH["tokens"], None), {"0.tokens": 1}, "'0.tokens'"),
         ("seqlen", BATCH, {"label": 1}, "label"),
         ("seqlen", BATCH, {"tokens": 0}, "not dim 0"),
         ("seqlen", BATCH, {"tokens": (1, -1)}, "each once"),
         ("seqlen", BATCH, {"word": 1}, "str"),
         ("seqlen", {"x": BATCH["tokens"].to_sparse()}, {"x": 1}, "dense"),
-        ("seqlen_reshape", BATCH, {"tokens": 1, "image": 2}, "in common"),
+        ("seqlen_reshape", BATCH, {"tokens": 1, "image": 1}, "in common"),
         ("seqlen_reshape", {"x": numbered(4, 6, 6, 6)}, {"x": (1, 2, 3)}, "one or two dims"),
         ("seqlen", {"x": {torch.ones(2)}}, None, "hides tensors"),
     ],
