@@ -1,5 +1,6 @@
 """The loss as a value: `Mean`, `functional`, `with_buffers`, `Layers` and its specs, recipes."""
 
+from fds.loss.blocks import NAMES, Block, at_blocks, first_of
 from fds.loss.layers import Layers
 from fds.loss.microbatch import (
     Found,
@@ -23,7 +24,9 @@ from fds.loss.recipes import LayerSpec, Recipe, TiedLayerSpec, recipe
 from fds.loss.values import Buffered, Mean, Outcome, read, with_buffers
 
 __all__ = [
+    "NAMES",
     "Around",
+    "Block",
     "Buffered",
     "Found",
     "LayerCall",
@@ -38,11 +41,13 @@ __all__ = [
     "Root",
     "Setting",
     "TiedLayerSpec",
+    "at_blocks",
     "carried_buffers",
     "check_no_originals",
     "compiled_with",
     "current_mode",
     "draws",
+    "first_of",
     "functional",
     "initial_buffers",
     "is_compiled",

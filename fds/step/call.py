@@ -116,6 +116,12 @@ class Call:
         return random.folded(self.base, *self.data)
 
     @property
+    def shared(self) -> Call:
+        """The same call with a key that is the same in all microbatches, on all ranks: for what these do alike."""
+        base, calls = random.of_call(self._state.key, self._state.calls)
+        return self._with(base, ("step" if self.training else "evaluate", calls, "shared"), self._following)
+
+    @property
     def overflow(self) -> Tensor:
         """Whether a gradient of this call is not finite, () bool: for the rule of a `Memory(on_skip="run")`.
 
