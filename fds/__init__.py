@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.precision import autocast, precision
     from fds.transforms.checkpoint_activations import checkpoint_activations
     from fds.transforms.layer_drop import layer_drop
+    from fds.transforms.random_ltd import random_ltd
     from fds.transforms.compile import compile, cuda_graph
     from fds.transforms.loss_scale import loss_scale, skip_nonfinite, static_loss_scale
     from fds.transforms.clip import clip_by_global_norm, clip_by_value
@@ -135,6 +136,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.precision": "autocast precision",
         "fds.transforms.checkpoint_activations": "checkpoint_activations",
         "fds.transforms.layer_drop": "layer_drop",
+        "fds.transforms.random_ltd": "random_ltd",
         "fds.transforms.compile": "compile cuda_graph",
         "fds.transforms.loss_scale": "loss_scale skip_nonfinite static_loss_scale",
         "fds.transforms.clip": "clip_by_global_norm clip_by_value",
@@ -238,6 +240,7 @@ __all__ = [
     "profiled",
     "quantize_frozen",
     "random",
+    "random_ltd",
     "recipe",
     "record_run",
     "reference_kernels",
