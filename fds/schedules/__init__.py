@@ -22,9 +22,10 @@ from fds.schedules.curve import (
     warmup_cosine,
     warmup_decay,
 )
-from fds.schedules.difficulty import by_tokens, fixed_discrete, fixed_linear, fixed_root, stay_at
+from fds.schedules.difficulty import by_layer_tokens, by_tokens, fixed_discrete, fixed_linear, fixed_root, stay_at
 
 __all__ = [
+    "by_layer_tokens",
     "by_tokens",
     "constant",
     "delayed",

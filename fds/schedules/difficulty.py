@@ -258,3 +258,49 @@ def by_tokens(curve: Callable, difficulty: Callable, full: int, *, until: int | 
         return value_at(curve, tokens / full)
 
     return formula
+
+
+@_difficulty
+def _layer_tokens(kept: Callable, full: int, layers: int, total: int) -> Levels:
+    """Count the tokens that all layers compute of a row in call t, which keeps `kept(t - 1)` in some layers."""
+    changes = _changes("by_layer_tokens", kept)
+
+    def of(t: int) -> int:
+        number = kept(t - 1)
+        if not is_int(number, 1):
+            _refuse("by_layer_tokens", "no number of tokens", f"kept({t - 1}) = {number!r:.60}", "an int, 1 or more")
+        return layers * min(number, full) + (total - layers) * full
+
+    return Levels(of, None if changes is None else lambda: [2, *(step + 1 for step in changes())])
+
+
+@schedule
+def by_layer_tokens(
+    curve: Callable, kept: Callable, full: int, *, layers: int, total: int, until: int | None = None
+) -> Formula:
+    """Return the value that a schedule has after as many tokens of layers, counted in calls in which none is dropped.
+
+        f(t) = curve(t - (layers / total) D(t) / full),   D(t) = the sum of max(full - kept(s), 0) for s = 0 ... t - 1
+
+    So a learning rate follows what `fds.random_ltd(..., kept)` has layers compute: it falls as late as their tokens are
+    consumed. It counts updates, and calls whose update is skipped not.
+
+    Args:
+        curve: a schedule, or any function of t, a () float64 tensor.
+        kept: tokens of a row that the layers keep after t calls, as `fds.random_ltd` has them.
+        full: tokens of a row.
+        layers: how many layers keep some.
+        total: how many layers there are.
+        until: call from which on a function of your own stays what it is.
+
+    Raises:
+        ScheduleError: as `by_tokens`, or no `layers`, or more than `total`.
+
+    >>> f = by_layer_tokens(lambda t: t, fixed_linear(4, 8, 4), 8, layers=2, total=4)
+    >>> [f(t) for t in (0, 1, 2, 4, 5)]  # 4, 5, 6, 7, 8 of 8 tokens in half of the layers
+    [0.0, 0.75, 1.5625, 3.375, 4.375]
+    """
+    if not 0 < layers <= total:
+        _refuse("by_layer_tokens", "some of all layers keep tokens", f"layers={layers}, total={total}", "1 ... total")
+    tokens = _layer_tokens(kept, full, layers, total)
+    return by_tokens(curve, tokens, full * total, until=None if until is None else until + 1).formula

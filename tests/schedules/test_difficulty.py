@@ -108,6 +108,17 @@ def test_a_table_of_tokens_is_exact_over_long_runs():
     assert at(total + 5) * 2048 == tokens
 
 
+@pytest.mark.parametrize("until", [None, 60])
+def test_rates_by_tokens_of_layers_are_asked_by_the_sum_of_what_layers_compute(until):
+    kept = schedules.fixed_linear(3, 16, 50, difficulty_step=3)
+    schedule = kept if until is None else lambda t: kept(t)
+    at = schedules.by_layer_tokens(lambda t: t, schedule, 16, layers=3, total=7, until=until)
+    tokens = 0
+    for t in range(80):
+        assert at(t) == tokens / (7 * 16)
+        tokens += 3 * min(kept(t), 16) + 4 * 16
+
+
 def test_a_schedule_is_a_value():
     made = schedules.fixed_root(8, 64, 20, degree=2, difficulty_step=8)
     assert made == schedules.fixed_root(8, 64, 20, difficulty_step=8) and hash(made) == hash(
@@ -147,6 +158,10 @@ def test_a_schedule_is_a_value():
         (lambda: schedules.by_tokens(lambda t: t, 16, 16), "16"),
         (lambda: schedules.by_tokens(lambda t: t, lambda t: 16, 16), "until"),
         (lambda: schedules.by_tokens(lambda t: t, lambda t: t - 3, 16, until=9), r"difficulty\(1\) = -2"),
+        (lambda: schedules.by_layer_tokens(lambda t: t, lambda t: 0, 16, layers=1, total=2, until=9), r"kept\(0\) = 0"),
+        (lambda: schedules.by_layer_tokens(lambda t: t, lambda t: 8, 16, layers=1, total=2), "until"),
+        (lambda: schedules.by_layer_tokens(lambda t: t, 8, 16, layers=1, total=2), "8"),
+        (lambda: schedules.by_layer_tokens(lambda t: t, lambda t: 8, 16, layers=3, total=2), "layers=3, total=2"),
     ],
 )
 def test_bad_input_is_refused_with_what_was_given(make, words):
