@@ -86,7 +86,7 @@ class TokenFile:
 
     def __getitem__(self, i: int) -> Tensor:
         """Return a sequence, `(length,) int64`."""
-        first, end = self.span(_checked(i, len(self)))
+        first, end = self.span(row_number(i, len(self)))
         return _row(self.tokens[first:end])
 
     def __reduce__(self) -> tuple:
@@ -147,7 +147,7 @@ class TokenWindows:
         return (len(self.file.tokens) - 1) // self.length
 
     def __getitem__(self, i: int) -> Tensor:
-        first = _checked(i, len(self)) * self.length
+        first = row_number(i, len(self)) * self.length
         return _row(self.file.tokens[first : first + self.length + 1])
 
     def rows(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -168,7 +168,7 @@ class TokenDocuments:
         return len(self.file.borders) - 1
 
     def __getitem__(self, i: int) -> Tensor:
-        i = _checked(i, len(self))
+        i = row_number(i, len(self))
         return _row(self.rows(i, i + 1)[0])
 
     def rows(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -335,7 +335,8 @@ def _row(tokens: np.ndarray) -> Tensor:
     return torch.from_numpy(tokens.astype(np.int64))
 
 
-def _checked(i: int, length: int) -> int:
+def row_number(i: int, length: int) -> int:
+    """Return the number of a row that may be counted from the end. Raises `IndexError`, by which iteration ends."""
     if not -length <= i < length:
         raise IndexError(f"row {i} of {length}")
     return i % length
