@@ -1,5 +1,8 @@
 """The legacy curriculum and the schedules of difficulty: as records, composed, and trained."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -7,9 +10,13 @@ from torch import nn
 import fds
 from fds import schedules
 from fds.config import TrainingConfig
+from fds.config.function_call import difficulty_call
 from fds.config.keys.data import CurriculumConfig, CurriculumScheduleConfig
 from fds.errors import ConfigError, NotSupportedError
+from tests.scripts import loaded
 
+FILES = Path(__file__).parents[1] / "golden"
+GOLDEN = json.loads((FILES / "curriculum_losses.json").read_text())["cases"]
 EXAMPLE = {
     "enabled": True,
     "curriculum_type": "seqlen",
@@ -175,6 +182,18 @@ def test_the_step_cuts_the_batch_and_the_model_is_told_nothing(curriculum, expec
         other, wanted = plain(other, [x[:, :length] for x in rows])
         assert torch.equal(metrics["loss"], wanted["loss"])
     assert lengths[::4] == lengths[1::4] == expected  # of two microbatches each
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["schedule"])
+def test_a_json_trains_as_it_did_under_deepspeed(case):
+    recorded = loaded(FILES / "curriculum_losses.py")
+    config = TrainingConfig.of(recorded.config(case["schedule"]))
+    lengths = difficulty_call(config).build(None)
+    assert [lengths(t) for t in range(1, recorded.STEPS + 1)] == case["lengths"]
+    step, state, *_ = fds.initialize(recorded.Model(), config=config)
+    for batch, loss in zip(recorded.batches(), case["losses"], strict=True):
+        state, metrics = step(state, batch)
+        assert float(metrics["loss"]) == pytest.approx(loss, rel=2**-20)  # a few roundings of float32 numbers
 
 
 def test_a_line_never_falls_below_the_least():

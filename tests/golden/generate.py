@@ -27,6 +27,7 @@ become; config_defaults.py says how they are read.
 config_values.json: which values of keys are taken; config_values.py says of which.
 config_losses.json: the losses of small trainings by a JSON; config_losses.py says of which.
 curriculum_samples.json: how often a curriculum draws each sample; curriculum_samples.py says of which.
+curriculum_losses.json: those of trainings with a curriculum by length; curriculum_losses.py says of which.
 float16_scales.json: the loss scale of every step of small trainings in float16; float16_scales.py says of which.
 partitions.json, per case: `spread` is what 0.19.6 returns; `bottleneck` what the versions before 0.12.5 did, which
 are asked where a file of theirs is given, and else kept as they were:
@@ -68,6 +69,7 @@ def main(before: str | None = None) -> None:
     import config_defaults
     import config_losses
     import config_values
+    import curriculum_losses
     import curriculum_samples
     import deepspeed_checkpoints
     import float16_scales
@@ -89,6 +91,7 @@ def main(before: str | None = None) -> None:
     config_values.main()
     config_losses.main()
     float16_scales.main()
+    curriculum_losses.main()  # which joins a group, of one rank
     curriculum_samples.main()
 
 
