@@ -84,6 +84,22 @@ def test_copies_of_a_microbatch_overflow_as_it_does(stage):
         assert got[-1][2] == pytest.approx(want[-1][2], rel=2 * n * ranks * torch.finfo(torch.float16).eps)
 
 
+def test_a_batch_that_weighs_nothing_is_no_step_without_overflow():
+    step = fds.compose(fds.loss_scale(4.0, window=2), fds.sgd(0.1))(lambda p, x: fds.Mean((p["w"] * x).sum(), x.sum()))
+    state = step.init({"w": torch.ones(2)})
+    seen = []
+    for x in (1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0):
+        state, metrics = step(state, torch.full((2,), x))
+        seen.append((float(metrics["loss_scale"]), bool(metrics["skipped"])))
+    assert [skipped for _, skipped in seen] == [False, *[True] * 3, *[False] * 4]
+    plain = step.init({"w": torch.ones(2)})
+    want = []
+    for _ in range(5):
+        plain, metrics = step(plain, torch.ones(2))
+        want.append(float(metrics["loss_scale"]))
+    assert [scale for scale, skipped in seen if not skipped] == want and want[-1] > want[0]
+
+
 @FEW
 @given(problems(), optimizers(), compositions(), st.integers(1, 2), STAGES, SIZES, st.booleans())
 def test_a_batch_that_weighs_nothing_changes_nothing_but_calls(problem, optimizer, names, ranks, stage, size, donated):

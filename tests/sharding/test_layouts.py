@@ -239,6 +239,12 @@ def test_ranks_with_smaller_pieces_put_the_same_leaves_together(found, ranks, si
             assert one.offsets == other.offsets  # so that the same rank has them
 
 
+def test_pieces_of_other_sizes_make_as_many_buckets():
+    large = [Leaf(f"h.{i}.weight", (100,), torch.float32) for i in range(2)]
+    small = [attrs.evolve(leaf, shape=(8,), most=100) for leaf in large]
+    assert [len(plan(x, None, num_ranks=1, bucket_bytes=600).buckets) for x in (large, small)] == [2, 2]
+
+
 def test_parameters_that_must_be_whole_are_spread_over_the_ranks():
     whole = [Leaf(f"{i}.weight", (8, 8), torch.float32, whole=True) for i in range(4)]
     (bucket,) = plan(whole, None, num_ranks=2, bucket_bytes=2**20).buckets

@@ -291,6 +291,26 @@ def test_elements_on_a_gpu_are_compared_in_the_first_call_and_shapes_in_all(monk
     fds.simulate(body, place.ranks)
 
 
+def test_data_ranks_pass_batches_of_other_shapes():
+    layers = torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
+    apply, params, _ = fds.functional(torch.nn.Sequential(*layers))
+    rows = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+
+    def loss_fn(p, x):
+        return fds.Mean(apply(p, x).square().sum(), x[..., 0].numel())
+
+    def body(dp, tp):
+        mesh = fds.mesh(dp=dp, tp=tp)
+        divided = fds.tensor_parallel(mesh["tp"], {"0": "column", "2": "row"})
+        step = fds.compose(divided, fds.shard_optimizer(mesh["dp"], stage=1), fds.sgd(0.1))(loss_fn)
+        mine = rows if dp == 1 else rows[:, :3] if mesh["dp"].index else rows[:, 3:]  # of 3 tokens, and of 2
+        return step.params(step(step.init(params), mine)[0])
+
+    (want,) = fds.simulate(lambda: body(1, 1), 1)
+    for got in fds.simulate(lambda: body(2, 2), 4):
+        torch.testing.assert_close(got, want)
+
+
 def test_a_sparse_batch_trains_as_a_dense_one():
     layers = torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
     apply, params, _ = fds.functional(torch.nn.Sequential(*layers))

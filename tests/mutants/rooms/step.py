@@ -121,7 +121,7 @@ MUTANTS = (
         "joint = top * joint_norm(norms / top)",
         "joint = joint_norm(norms)",
         "squares of finite norms overflow where ranks join them",
-        "fds/step/totals.py",
+        "fds/step/agreement.py",
     ),
     Mutant(
         "calls-of-ranks-not-compared",
