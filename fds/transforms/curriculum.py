@@ -189,6 +189,8 @@ def _in_pieces(leaf: Any, dims: tuple[int, ...], length: int, pieces: int) -> An
         return _first(leaf, dims, length)
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return leaf
+    if not _is_dense(leaf):
+        raise _unclear("rows of this layout cannot be repeated", "", str(leaf.layout), "dense leaves")
     if not dims:
         return leaf.repeat_interleave(pieces, 0)
     x, at = leaf, sorted(dims)

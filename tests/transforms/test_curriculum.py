@@ -249,6 +249,7 @@ def test_bad_arguments_are_refused_where_they_are_composed(make, words):
         ("seqlen", BATCH, {"tokens": (1, -1)}, "each once"),
         ("seqlen", BATCH, {"word": 1}, "str"),
         ("seqlen", {"x": BATCH["tokens"].to_sparse()}, {"x": 1}, "dense"),
+        ("seqlen_reshape", BATCH | {"x": numbered(4, 3).to_sparse()}, None, "layout"),
         ("seqlen_reshape", BATCH, {"tokens": 1, "image": 1}, "in common"),
         ("seqlen_reshape", {"x": numbered(4, 6, 6, 6)}, {"x": (1, 2, 3)}, "one or two dims"),
         ("seqlen", {"x": {torch.ones(2)}}, None, "hides tensors"),

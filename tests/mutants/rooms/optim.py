@@ -108,6 +108,22 @@ MUTANTS = (
         "tests/schedules",
     ),
     Mutant(
+        "difficulty-without-a-floor",
+        "fds/schedules/difficulty.py",
+        "min(max(value - value % multiple, lowest), greatest)",
+        "min(value - value % multiple, greatest)",
+        "lengths are rounded down below the least, as in DeepSpeed 0.19.6",
+        "tests/schedules/test_difficulty.py",
+    ),
+    Mutant(
+        "tokens-of-the-call-that-is-made",
+        "fds/schedules/difficulty.py",
+        "[start - 1 for start in starts]",
+        "[start for start in starts]",
+        "a learning rate follows the tokens of the call before",
+        "tests/schedules/test_difficulty.py",
+    ),
+    Mutant(
         "cosine-one-step-late",
         "fds/schedules/curve.py",
         "(t - steps + 1) / max(1, total_steps - steps)",

@@ -4,6 +4,32 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "curriculum-one-call-late",
+        "fds/transforms/curriculum.py",
+        "difficulty = schedule(call.calls + 1)",
+        "difficulty = schedule(max(call.calls, 1))",
+        "the first difficulty is that of two calls",
+        "tests/transforms/test_curriculum.py -k by_hand",
+    ),
+    Mutant(
+        "curriculum-in-evaluations",
+        "fds/transforms/curriculum.py",
+        """        if not call.training:
+            return batch
+""",
+        "",
+        "evaluations are cut as well",
+        "tests/transforms/test_curriculum.py -k evaluations",
+    ),
+    Mutant(
+        "pieces-see-other-pieces",
+        "fds/transforms/curriculum.py",
+        "x.diagonal(0, at[0], at[1] + 1)",
+        "x.diagonal(0, at[0] + 1, at[1] + 1)",
+        "a mask of a piece is not what it sees of itself",
+        "tests/transforms/test_curriculum.py -k pieces",
+    ),
+    Mutant(
         "offload-the-first-part",
         "fds/transforms/offload.py",
         "if leaf.index < int((1 - self.ratio) * leaf.count):",
