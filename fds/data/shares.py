@@ -15,7 +15,6 @@ from fds import random
 from fds.collectives import Axis
 from fds.data.mixtures import Mixture
 from fds.data.orders import Orders, Stream
-from fds.data.tokens import TokenDocuments, TokenFile, TokenWindows
 from fds.errors import DataError, is_int
 from fds.microbatches import Microbatches
 
@@ -189,13 +188,13 @@ def stacked(rows: list) -> Any:
 
 
 def draws(dataset: Any) -> bool:
-    """Return whether reading a row may draw random numbers: False for containers in memory and files of tokens."""
+    """Return whether reading a row may draw random numbers: False in memory, and with `draws = False`."""
     if type(dataset) is Subset:
         return draws(dataset.dataset)
     if type(dataset) is Mixture:
         return any(map(draws, dataset.datasets))
-    tokens = TokenFile, TokenWindows, TokenDocuments
-    return type(dataset) not in (list, tuple, range, Tensor, np.ndarray, TensorDataset, *tokens)
+    in_memory = list, tuple, range, Tensor, np.ndarray, TensorDataset
+    return random.draws(dataset) and type(dataset) not in in_memory
 
 
 def reads_many(dataset: Any) -> bool:

@@ -62,6 +62,7 @@ class TokenFile:
     firsts: np.ndarray = attrs.field(repr=False)
     borders: np.ndarray = attrs.field(repr=False)
     is_raw: bool = False
+    draws = False  # no random numbers, so that a loader need not seed them
 
     def __init__(self, path: str | os.PathLike[str], dtype: str | None = None):
         place, index, data = _paths(path)
@@ -142,6 +143,7 @@ class TokenWindows:
 
     file: TokenFile
     length: int
+    draws = False
 
     def __len__(self) -> int:
         return (len(self.file.tokens) - 1) // self.length
@@ -163,6 +165,7 @@ class TokenDocuments:
     """The rows of `TokenFile.documents`."""
 
     file: TokenFile
+    draws = False
 
     def __len__(self) -> int:
         return len(self.file.borders) - 1

@@ -36,7 +36,7 @@ ROOMS = {
     "transforms": f"step {BELOW_STEP} kernels nn plans profiling schedules",
     "nn": "collectives kernels loss random tree errors",
     "storage": "step media state layout collectives tree errors",
-    "data": "collectives display media microbatches random storage tree errors",
+    "data": "collectives display lazy media microbatches random storage tree errors",
 }
 ROOMS["display"] = "_html collectives errors"
 ROOMS["timing"] = "collectives errors loss profiling state step tree"

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import fds
-from fds import kernels
+from fds import data, kernels
 from fds.lazy import lazily
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +39,11 @@ def test_a_plain_step_loads_no_room_that_it_does_not_use():
     assert {name for name in loaded if name.startswith("fds.kernels.")} == {"fds.kernels.choice"}
 
 
+def test_a_loader_loads_no_room_that_an_analysis_needs():
+    loaded = loaded_by("from fds import DistributedLoader", after="import torch")
+    assert not {name for name in loaded if name.startswith(("fds.step", "fds.storage", "fds.display", "rich"))}
+
+
 def under_type_checking(tree: ast.Module) -> list[str]:
     """Return the dotted names that a package imports under TYPE_CHECKING."""
     (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
@@ -54,7 +59,7 @@ def when_used(tree: ast.Module, package: str) -> list[str]:
     return named + [f"{package}.{name}" for name in submodules.split()]
 
 
-@pytest.mark.parametrize("package", [fds, kernels], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", [fds, kernels, data], ids=lambda package: package.__name__)
 def test_what_is_loaded_when_it_is_used_is_what_a_type_checker_sees(package):
     tree = ast.parse(Path(package.__file__).read_text())
     names = when_used(tree, package.__name__)
