@@ -218,6 +218,18 @@ float16 with `reduce_scatter` false at stages 1 and 2: the ranks' gradients are 
     config/test_curriculum | test_a_line_never_falls_below_the_least
 `curriculum_learning` without `curriculum_type`: a KeyError in the first forward | refused before it |
     config/test_curriculum | test_what_does_not_compose_is_refused_with_its_keys
+`data_sampling.curriculum_learning`: batches come from rank 0's generator, files of clusters that it wrote, and what was
+    drawn before; a resumed run draws others | in the same distribution, from the seed and the number of the batch, on
+    any number of ranks | data/test_curriculum_sampler | test_samples_are_drawn_as_often_as_by_deepspeed
+`data_sampling.curriculum_learning`: percentiles are multiples of N // `max_difficulty` samples, none of fewer samples
+    than that | exact, of any number | data/test_curriculum_sampler |
+    test_hundredths_are_exact_and_of_any_number_of_samples
+`data_sampling.curriculum_learning`: a schedule that falls and rises again lets samples in twice | once |
+    data/test_curriculum_sampler | test_difficulties_are_those_of_the_next_step_and_what_came_in_stays
+`dynamic_batching`: the program asks for the loader and the rate; tokens are counted without padding, longer samples and
+    the last ones are left out; a load has `train_micro_batch_size_per_gpu` such microbatches | `initialize` makes
+    both; padding counts, a longer sample is refused, none is left out; a microbatch is one |
+    config/test_sampling | test_batches_of_tokens_have_a_rate_that_follows_their_rows_on_any_number_of_ranks
 unknown keys inside `compile`, which earlier releases had, are refused | left out with a warning |
     config/test_reading | test_keys_of_other_releases_inside_compile_pass
 a `cycle_max_mom` of 1, betas of 1, a dampening below 0, a first loss scale below the least: taken, and divided by 0 or

@@ -198,6 +198,11 @@ def difficulty_call(config: Groups) -> FunctionCall | None:
     asked = config.curriculum_learning
     if not asked.enabled or asked.curriculum_type != "seqlen" or asked.schedule_type == "custom":
         return None
+    return schedule_of_difficulty(asked)
+
+
+def schedule_of_difficulty(asked: Any) -> FunctionCall:
+    """Return the call of a schedule of difficulty, of a group with its keys."""
     least, greatest, numbers = asked.min_difficulty, asked.max_difficulty, asked.schedule_config
     if asked.schedule_type == "fixed_discrete":
         if least == greatest:  # where DeepSpeed never asks

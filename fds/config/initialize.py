@@ -17,8 +17,9 @@ from fds.collectives import Mesh, init_distributed, mesh as make_mesh, worlds
 from fds.collectives.launch import launched
 from fds.config.composition import axes_of, calls, data_ranks, embeddings_of
 from fds.config.reading import Unknown
+from fds.config.sampling import draws_by_tokens, microbatches_of, order_of, rate_of
 from fds.config.training import TrainingConfig
-from fds.data import DistributedLoader
+from fds.data import BatchOrder, DistributedLoader, TokenBatches
 from fds.errors import BatchError, ComposeError, ConfigError, DataError, FdsError, LossError, MeshError
 from fds.loss import Layers, functional, with_buffers
 from fds.microbatches import Microbatches
@@ -89,11 +90,15 @@ def initialize(
     config = resolve_on_all_ranks(ranks, resolve, key)
     mesh = make_mesh(**axes_of(config, ranks.size)) if mesh is None else ranks
     schedule = config.schedule() if schedule is None else schedule
+    order = None if training_data is None else order_of(config, _data_axis(mesh), training_data)
+    if isinstance(order, TokenBatches):
+        schedule = rate_of(config, order, _data_axis(mesh), schedule, optimizer)
     loss_fn, params = loss_and_params(model, loss)
     step = compose(*_frozen(model), *transforms, *_transforms(config, mesh, model, optimizer, schedule))(loss_fn)
     _check_tensor_axis(step, mesh)
-    step = attrs.evolve(step, split=_split(config, step.split))
-    loader = None if training_data is None else _loader(config, mesh, training_data, collate_fn, key)
+    if not draws_by_tokens(config):
+        step = attrs.evolve(step, split=_split(config, step.split))
+    loader = None if training_data is None else _loader(config, mesh, training_data, collate_fn, key, order)
     state = step.init(params, key=key)
     config.dump_state(state, step)
     return step, state, loader, schedule
@@ -231,17 +236,28 @@ def _frozen(model: Any) -> list[Transform]:
     return [freeze(*names)] if names else []
 
 
+_WORKERS = ("num_workers", "pin_memory")  # of data sampling
+
+
 def _loader(
-    config: TrainingConfig, mesh: Mesh, data: Any, collate_fn: Callable[[list], Any] | None, key: int
+    config: TrainingConfig,
+    mesh: Mesh,
+    data: Any,
+    collate_fn: Callable[[list], Any] | None,
+    key: int,
+    order: BatchOrder | None,
 ) -> DistributedLoader:
-    batch = config.batch
+    batch, axis = config.batch, _data_axis(mesh)
     assert batch.train_batch_size is not None and batch.gradient_accumulation_steps is not None
+    workers = {} if order is None else {name: config[f"data_efficiency.data_sampling.{name}"] for name in _WORKERS}
     last = "drop" if config["dataloader_drop_last"] else "wrap"
     try:
         return DistributedLoader(
             data,
-            batch.train_batch_size,
-            _data_axis(mesh),
+            microbatches_of(config, axis) if isinstance(order, TokenBatches) else batch.train_batch_size,
+            axis,
+            sampler=order,
+            **workers,
             seed=key,
             last=last,
             collate=collate_fn,

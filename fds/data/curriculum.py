@@ -313,6 +313,8 @@ def _by_name(argument: str, value: Any, names: Mapping[str, Any], words: tuple[s
 
 
 def _sorted(name: str, metric: Any) -> SortedSamples:
+    if isinstance(metric, SortedSamples):
+        return metric
     if isinstance(metric, SampleMetric):
         return SortedSamples(metric.order, lambda position: metric.values[metric.order[position]])
     where, order = f"metrics[{name!r}]", None

@@ -62,7 +62,7 @@ def test_each_technique_asks_by_its_own_switch_and_the_groups_around_them_do_not
         for path, value, known, _ in walk(DataEfficiencyConfig.from_dict(EXAMPLE))
         if isinstance(known.meaning, NotYet) and value not in known.meaning.nothing
     ]
-    assert asked == ["data_sampling.curriculum_learning.enabled", "data_routing.random_ltd.enabled"]
+    assert asked == ["data_routing.random_ltd.enabled"]
 
 
 @pytest.mark.parametrize(

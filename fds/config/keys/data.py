@@ -15,7 +15,7 @@ from typing import Any, Literal
 from fds.config.rows import MissingKeyError, check_needed, check_order, contradiction, declare
 
 ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
-_OF_SCHEDULES = {  # in 0.19.6; `custom` is a function of the program
+OF_SCHEDULES = {  # in 0.19.6; `custom` is a function of the program
     "fixed_linear": ("schedule_config.total_curriculum_step", "schedule_config.difficulty_step"),
     "fixed_root": (
         "schedule_config.total_curriculum_step",
@@ -28,6 +28,8 @@ _REQUIRED = ("max_train_batch_size", "micro_batch_sizes")
 _VERSIONS = (0.1, 0.2)
 
 _TABLE = """
+@sampler: `fds.data.CurriculumSampler`
+@batches: `fds.data.batches_by_tokens`
 @switches: n/a: the switches of the techniques below it decide, in 0.19.6 too
 
 CurriculumScheduleConfig [schedules.fixed_linear|schedules.fixed_root(=)]: How the difficulty grows with the step;
@@ -58,7 +60,7 @@ CurriculumConfig [schedules.fixed_linear|schedules.fixed_root(=)]: `curriculum_l
     ! order min_difficulty max_difficulty
     ! schedule
 
-CurriculumMetricConfig [part of curriculum_learning.enabled]: One metric of difficulty: files written by the analysis of
+CurriculumMetricConfig [@sampler]: One metric of difficulty: files written by the analysis of
         the data, and a schedule.
     index_to_sample_path: str|None = None | file of the samples in the order of difficulty
     index_to_metric_path: str|None = None | file of the difficulties in that order
@@ -74,31 +76,39 @@ CurriculumMetricConfig [part of curriculum_learning.enabled]: One metric of diff
 
 CurriculumSamplingConfig: `curriculum_learning` of data sampling: batches are drawn from the samples that all metrics
         allow.
-    enabled: bool = False | draw easy samples first | not yet: curriculum learning by metrics of the samples
-    data_cluster_path: str|None = None | folder for the indices of samples of like difficulty
+    enabled: bool = False | draw easy samples first | `fds.data.CurriculumSampler`: of the loader of
+        `initialize(training_data=)`
+    data_cluster_path: str|None = None | folder for the indices of samples of like difficulty |
+        `fds.data.CurriculumSampler(folder=)`: of several metrics
     curriculum_metrics: dict[str, CurriculumMetricConfig] = {} | measures of difficulty, by name
     ! needed enabled curriculum_metrics
 
-DynamicBatchingConfig: `dynamic_batching` of data sampling: batches with about the same number of tokens, not of rows.
-    enabled: bool = False | fill batches by tokens | not yet: batches of a number of tokens
-    max_tokens: int|None = None; tokens; > 0 | tokens that a microbatch may have at most
-    min_batch_size: int = 1; rows; >= 0 | rows that a microbatch must have at least
-    max_batch_size: int|None = None; rows; > 0; no null | rows that a microbatch may have at most
-    lr_scaling_method: Literal["linear", "sqrt", "none"] = "linear" | how the learning rate follows the rows of a batch
+DynamicBatchingConfig [@batches]: `dynamic_batching` of data sampling: batches with about the same number of tokens,
+        not of rows.
+    enabled: bool = False | fill batches by tokens | @batches
+    max_tokens: int|None = None; tokens; > 0 | tokens that a microbatch may have at most |
+        `fds.data.batches_by_tokens(max_tokens=)`: padding counts
+    min_batch_size: int = 1; rows; >= 0 | rows that a microbatch must have at least |
+        `fds.data.batches_by_tokens(min_rows=)`
+    max_batch_size: int|None = None; rows; > 0; no null | rows that a microbatch may have at most |
+        `fds.data.batches_by_tokens(max_rows=)`
+    lr_scaling_method: Literal["linear", "sqrt", "none"] = "linear" | how the learning rate follows the rows of a
+        batch | `fds.data.TokenBatches.rate(method=)`: for a base of `train_batch_size` rows
     sequence_picking_order: Literal["dataloader", "random", "seqlen"] = "dataloader" | in which order samples are
-        packed: as they come, shuffled, or short ones first
-    metrics_path: str|None = None | folder of the lengths of samples, measured there if it is empty
+        packed: as they come, shuffled, or short ones first | `fds.data.batches_by_tokens(order=)`
+    metrics_path: str|None = None | folder of the lengths of samples, measured there if it is empty |
+        `fds.data.analyse(out=)`: the metric `seqlen`, in the files of fds
     verbose: bool = False | print each batch | n/a: a step prints nothing
     ! order min_batch_size max_batch_size
     ! needed enabled max_tokens
 
 DataSamplingConfig: `data_sampling`: how batches are drawn from the data set.
     enabled: bool = False | draw batches by what is below | @switches
-    num_epochs: int = 1000; epochs; > 0 | how often the data set is gone through at most | part of
-        curriculum_learning.enabled
+    num_epochs: int = 1000; epochs; > 0 | how often the data set is gone through at most | n/a: one iteration of
+        the loader is an epoch, and the program says how many
     num_workers: int = 0; processes; >= 0 | processes of a rank that load samples |
-        `fds.data.DistributedLoader(num_workers=)`: the loader of all batches has one number of workers
-    pin_memory: bool = False | load into page-locked memory | `fds.data.DistributedLoader(pin_memory=)`
+        `fds.data.DistributedLoader(num_workers=)`: where one of the two below is on
+    pin_memory: bool = False | load into page-locked memory | `fds.data.DistributedLoader(pin_memory=)`: likewise
     curriculum_learning: CurriculumSamplingConfig | easy samples first
     dynamic_batching: DynamicBatchingConfig | batches of about as many tokens
 
@@ -141,7 +151,8 @@ DataRoutingConfig: `data_routing`: which tokens go through which layers.
 
 DataEfficiencyConfig: `data_efficiency`: less data for the same loss.
     enabled: bool = False | use what is below | @switches
-    seed: int = 1234 | of what is drawn at random in sampling | part of data_sampling.curriculum_learning.enabled
+    seed: int = 1234 | of what is drawn at random in sampling | `fds.data.CurriculumSampler(key=)`: and of batches by
+        tokens
     data_sampling: DataSamplingConfig | how batches are drawn
     data_routing: DataRoutingConfig | which tokens layers compute
 
@@ -216,7 +227,7 @@ def _check_intervals(config: Any) -> None:
 
 
 def _check_schedule(config: Any) -> None:
-    needed = _OF_SCHEDULES.get(config.schedule_type, ())
+    needed = OF_SCHEDULES.get(config.schedule_type, ())
     check_needed(config, "enabled", "min_difficulty", "max_difficulty", "schedule_type", *needed)
 
 
