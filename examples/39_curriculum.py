@@ -49,8 +49,8 @@ def loss_fn(params, batch):
     return fds.Mean(total, following.numel())  # over tokens, of which calls have other numbers
 
 
-lengths = fds.schedules.fixed_linear(8, 64, 100, difficulty_step=8)
-rate = fds.schedules.warmup_cosine(1e-2, warmup_steps=10, total_steps=90)  # in calls of full length
+lengths = fds.schedules.fixed_linear(8, 64, 60, difficulty_step=8)
+rate = fds.schedules.warmup_cosine(1e-2, warmup_steps=8, total_steps=60)  # in calls of full length
 
 step = fds.compose(
     fds.curriculum("seqlen", lengths), fds.accumulate(2), fds.adamw(lr=fds.schedules.by_tokens(rate, lengths, 64))
@@ -69,7 +69,7 @@ def train(step, state, tokens):
     return state, shown
 
 
-TOKENS = 90 * 64
+TOKENS = 60 * 64
 state, shown = train(step, step.init(fds.recipe(Model), key=0), TOKENS)
 for call in range(0, len(shown), 20):
     print(f"call {call + 1:>3}   length {shown[call][0]:>2}   lr {shown[call][1]:.5f}")

@@ -52,11 +52,11 @@ PARAMS = {"w": torch.zeros(11)}
 def test_a_run_that_is_resumed_on_other_ranks_after_every_call_is_the_run_bit_for_bit(tmp_path):
     step, batch = made(1, 0)
     state, tokens = step.init(PARAMS), 0
-    for calls in range(9):
+    for calls in range(7):
         state, metrics = step(state, batch)
         assert float(metrics["lr"]) == tokens / 8 / 64
         assert_same_bits(
             went_on(tmp_path, calls, PLACES[calls % len(PLACES)]), (step.params(state), metrics["loss"], metrics["lr"])
         )
         tokens += LENGTHS(calls + 1)
-    assert tokens == 2 * 2 + 4 * 3 + 8 * 4 and state.params["w"].abs().max() > 0
+    assert tokens == 2 * 2 + 4 * 3 + 8 * 2 and state.params["w"].abs().max() > 0
