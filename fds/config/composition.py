@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 from fds.config.field import AUTO, NotYet
-from fds.config.function_call import AxisOf, FunctionCall, Name, default, difficulty_call, optimizer_call
+from fds.config.function_call import (
+    AxisOf,
+    FunctionCall,
+    Name,
+    default,
+    difficulty_call,
+    optimizer_call,
+    random_ltd_call,
+    schedule_call,
+)
 from fds.config.keys import Groups, optimizer
 from fds.config.keys.step import DTYPES
 from fds.config.keys.zero import STAGE_3
@@ -59,6 +68,8 @@ def compose_supported(
         offload_call(config, low=compute_dtype(config) != torch.float32),
         _autocast(config),
         _recomputation(config, axes),
+        _kept_tokens(config),
+        _layer_drop(config),  # after what joins layers, to be given single ones
         loss_scale_call(config),
         _finite(config),
         _profile(config),
@@ -276,6 +287,25 @@ def _recomputation(config: Groups, axes: Mapping[str, int]) -> FunctionCall | No
         contiguous=contiguous,
         number=(asked.number_checkpoints or None) if contiguous else None,
     )
+
+
+def _kept_tokens(config: Groups) -> FunctionCall | None:
+    """Return the call that has layers compute some of the tokens, or None."""
+    call, asked = random_ltd_call(config), config.data_efficiency.data_routing.random_ltd.layer_token_lr_schedule
+    if call is not None and asked.enabled and schedule_call(config) is None:
+        raise ConfigError(
+            "nothing is there that could follow the tokens of layers",
+            where="data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled, scheduler.type",
+            got="true, and no scheduler in the JSON",
+            want="a scheduler",
+            hint="around one of your own, without this key: fds.schedules.by_layer_tokens(schedule, ...)",
+        )
+    return call
+
+
+def _layer_drop(config: Groups) -> FunctionCall | None:
+    asked = config.progressive_layer_drop
+    return FunctionCall.of("layer_drop", theta=asked.theta, gamma=asked.gamma) if asked.enabled else None
 
 
 def loss_scale_call(config: Groups) -> FunctionCall | None:

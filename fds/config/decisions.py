@@ -216,6 +216,18 @@ float16 with `reduce_scatter` false at stages 1 and 2: the ranks' gradients are 
 `curriculum_learning`: lengths are rounded down below `min_difficulty`, to 0 where that is less than `difficulty_step` |
     as in 0.19.8, they begin at the first multiple that is not below it |
     config/test_curriculum | test_a_line_never_falls_below_the_least
+`progressive_layer_drop`: the model is told theta(t), and what is skipped is its own affair; DeepSpeed's example divides
+    by the probability of the layer before, and draws from NumPy's global generator | the step skips layers, and divides
+    by the layer's own; which ones run follows from the state |
+    config/test_routing | test_layers_are_skipped_by_their_own_probability
+random_ltd: the numbers of layers are looked for in the names of modules, where 1 is in 10 | a number is the whole of
+    the last part of a name | config/test_routing | test_a_number_of_a_layer_is_not_a_part_of_another
+random_ltd: the masks of decoders are cut to the kept length, documents and padding among them | they are gathered by
+    token | transforms/test_random_ltd | test_modules_are_given_what_belongs_to_their_tokens
+random_ltd: kept tokens are rounded down below `min_value`, to 0 where that is less than `seq_per_step` | they begin at
+    the first multiple that is not below it | config/test_routing | test_kept_tokens_never_fall_below_the_least
+`layer_token_lr_schedule` raises NotImplementedError | the scheduler follows the tokens of layers |
+    config/test_routing | test_a_scheduler_may_follow_the_tokens_of_layers
 `curriculum_learning` without `curriculum_type`: a KeyError in the first forward | refused before it |
     config/test_curriculum | test_what_does_not_compose_is_refused_with_its_keys
 `data_sampling.curriculum_learning`: batches come from rank 0's generator, files of clusters that it wrote, and what was

@@ -21,11 +21,13 @@ from fds.transforms.clip import clip_by_global_norm
 from fds.transforms.context_parallel import context_parallel
 from fds.transforms.curriculum import curriculum
 from fds.transforms.freeze import quantize_frozen
+from fds.transforms.layer_drop import layer_drop
 from fds.transforms.loss_scale import loss_scale, skip_nonfinite, static_loss_scale
 from fds.transforms.offload import offload
 from fds.transforms.pipeline import pipeline
 from fds.transforms.precision import autocast, precision
 from fds.transforms.profiled import profiled
+from fds.transforms.random_ltd import random_ltd
 from fds.transforms.shard_optimizer import shard_optimizer
 from fds.transforms.tensor_parallel import tensor_parallel
 
@@ -40,12 +42,14 @@ FUNCTIONS = {  # path below fds -> function; everything that a configuration may
             context_parallel,
             curriculum,
             disk,
+            layer_drop,
             loss_scale,
             offload,
             pipeline,
             precision,
             profiled,
             quantize_frozen,
+            random_ltd,
             shard_optimizer,
             skip_nonfinite,
             static_loss_scale,
@@ -190,7 +194,31 @@ def schedule_call(config: Groups) -> FunctionCall | None:
     if config.scheduler is None or config.scheduler.type not in _FORMULAS:
         return None
     curve = _FORMULAS[config.scheduler.type](config, config.scheduler.arguments)
+    asked = config.data_efficiency.data_routing.random_ltd
+    if asked.enabled and asked.layer_token_lr_schedule.enabled:
+        counts = {"layers": asked.random_ltd_layer_num, "total": asked.total_layer_num}
+        kept, full = kept_tokens_call(config), asked.random_ltd_schedule.max_value
+        curve = FunctionCall("schedules.by_layer_tokens", (curve, kept, full), counts)
     return FunctionCall("schedules.delayed", (curve,))
+
+
+def kept_tokens_call(config: Groups) -> FunctionCall | None:
+    """Return the call of the schedule of the tokens that layers keep, or None where they keep all."""
+    asked = config.data_efficiency.data_routing.random_ltd
+    kept, numbers = asked.random_ltd_schedule, asked.random_ltd_schedule.schedule_config
+    if not asked.enabled:
+        return None
+    sizes = (kept.min_value, kept.max_value, numbers.require_steps)
+    return FunctionCall.of("schedules.fixed_linear", *sizes, difficulty_step=numbers.seq_per_step)
+
+
+def random_ltd_call(config: Groups) -> FunctionCall | None:
+    """Return the call that has layers compute some of the tokens, or None."""
+    asked, kept = config.data_efficiency.data_routing.random_ltd, kept_tokens_call(config)
+    if kept is None:
+        return None
+    order = "seq_batch" if asked.hidden_state_order == "seq_batch_dim" else "batch_seq"
+    return FunctionCall.of("random_ltd", asked.random_ltd_layer_id, kept, order=order)
 
 
 def difficulty_call(config: Groups) -> FunctionCall | None:

@@ -16,7 +16,7 @@ from fds.config import composition
 from fds.config.composition import clipping_call, loss_scale_call
 from fds.config.explain import explanation
 from fds.config.field import Argument, Edition
-from fds.config.function_call import FunctionCall, difficulty_call, optimizer_call, schedule_call
+from fds.config.function_call import FunctionCall, difficulty_call, optimizer_call, random_ltd_call, schedule_call
 from fds.config.keys import Groups
 from fds.config.reading import Unknown, auto_paths, naming_the_option, read, with_known_keys
 from fds.config.record import Config, UnknownKeyError
@@ -292,6 +292,7 @@ _CALLS = (  # function that returns a call, and the groups that it reads
     (loss_scale_call, ("fp16", "amp", "torch_autocast")),
     (clipping_call, ("clipping",)),
     (difficulty_call, ("curriculum_learning",)),
+    (random_ltd_call, ("data_efficiency",)),
 )
 
 

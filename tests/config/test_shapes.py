@@ -27,10 +27,8 @@ REFUSED = {  # shape -> the keys that ask for what is not there
         "compression_training.weight_quantization.shared_parameters.enabled",
         "compression_training.activation_quantization.shared_parameters.enabled",
     ],
-    "bing_bert_layer_drop": ["progressive_layer_drop.enabled"],
     "bing_bert_sparse": ["sparse_attention.mode"],
     "cifar_elastic": ["elasticity.enabled"],
-    "gpt_random_ltd": ["data_efficiency.data_routing.random_ltd.enabled"],
     "hf_autotuning": ["autotuning.enabled"],
 }
 UNKNOWN = {  # shape -> (the first key that 0.19.6 drops in silence, one that is near)
@@ -48,7 +46,9 @@ OLD = {  # old spelling -> new; values stay, but for `cpu_offload`, which is fal
     "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
-LOSS = fds.Layers([nn.Linear(4, 8), torch.tanh, nn.Linear(8, 8), torch.tanh, nn.Linear(8, 3)], nn.MSELoss())
+LOSS = fds.Layers(  # two layers in a row are of one class, which may be skipped
+    [nn.Linear(4, 8), torch.tanh, torch.tanh, nn.Linear(8, 8), torch.tanh, nn.Linear(8, 3)], nn.MSELoss()
+)
 RUN = [name for name in SHAPES if name not in REFUSED and name not in UNKNOWN]
 
 

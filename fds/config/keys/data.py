@@ -112,38 +112,43 @@ DataSamplingConfig: `data_sampling`: how batches are drawn from the data set.
     curriculum_learning: CurriculumSamplingConfig | easy samples first
     dynamic_batching: DynamicBatchingConfig | batches of about as many tokens
 
-TokensScheduleConfig [part of random_ltd.enabled]: The numbers of the schedule of kept tokens.
-    require_steps: int|None = None; steps; > 0 | when all tokens are kept
-    seq_per_step: int|None = None; tokens; > 0 | kept tokens are rounded down to multiples of this
+TokensScheduleConfig [schedules.fixed_linear(=)]: The numbers of the schedule of kept tokens.
+    require_steps: int|None = None; steps; > 0 | when all tokens are kept | (total=)
+    seq_per_step: int|None = None; tokens; > 0 | kept tokens are rounded down to multiples of this | (difficulty_step=)
 
-KeptTokensConfig [part of random_ltd.enabled]: `random_ltd_schedule`: how many tokens of a sequence the dropping layers
+KeptTokensConfig [schedules.fixed_linear(=)]: `random_ltd_schedule`: how many tokens of a sequence the dropping layers
         compute.
-    min_value: int|None = None; tokens; > 0 | kept at the first step
-    max_value: int|None = None; tokens; > 0 | kept at the end: the length of sequences
-    schedule_type: Literal["fixed_linear"]|None = None | how they grow from the least to all
+    min_value: int|None = None; tokens; > 0 | kept at the first step | (least=)
+    max_value: int|None = None; tokens; > 0 | kept at the end: the length of sequences | (greatest=)
+    schedule_type: Literal["fixed_linear"]|None = None | how they grow from the least to all | random_ltd(schedule=)
     schedule_config: TokensScheduleConfig | the numbers of the schedule
     ! order min_value max_value
 
-LayerTokenRateConfig: `layer_token_lr_schedule`: a learning rate by computed tokens, not by steps. 0.19.6 refuses it.
-    enabled: bool = False | let the learning rate follow tokens | not yet: a learning rate by tokens of layers
+LayerTokenRateConfig [n/a: the scheduler says how long it takes, in steps in which no token is dropped]:
+        `layer_token_lr_schedule`: a learning rate by computed tokens, not by steps. 0.19.6 refuses it.
+    enabled: bool = False | let the learning rate follow tokens | schedules.by_layer_tokens(): around the scheduler's
     total_layer_tokens: int|None = None; tokens; > 0 | tokens of all layers in all of the run
     warmup_type: str|None = None | shape of the warm-up
     warmup_layer_tokens: int|None = None; tokens; >= 0 | tokens of all layers in the warm-up
 
-RandomLtdConfig: `random_ltd`: most layers compute a random subset of the tokens, which grows to all of them.
-    enabled: bool = False | drop tokens at random in some layers | not yet: random layerwise token dropping
-    total_layer_num: int|None = None; layers; > 0 | layers of the model
-    random_ltd_layer_num: int|None = None; layers; > 0 | layers that drop tokens
-    random_ltd_layer_id: tuple[int, ...]|None = None | which layers those are: the numbers in their modules' names
-    model_mask_name: str|None = None | argument of a layer that is its attention mask
+RandomLtdConfig [random_ltd(=)]: `random_ltd`: most layers compute a random subset of the tokens, which grows to all of
+        them.
+    enabled: bool = False | drop tokens at random in some layers | random_ltd()
+    total_layer_num: int|None = None; layers; > 0 | layers of the model | schedules.by_layer_tokens(total=)
+    random_ltd_layer_num: int|None = None; layers; > 0 | layers that drop tokens | schedules.by_layer_tokens(layers=)
+    random_ltd_layer_id: tuple[int, ...]|None = None | which layers those are: the numbers in their modules' names |
+        (layers=): the last part of a name, and all of it
+    model_mask_name: str|None = None | argument of a layer that is its attention mask | n/a: arguments are known by
+        their names and shapes
     model_type: Literal["encoder", "decoder"]|None = None | whether masks are gathered by token or cut to the kept
-        length
+        length | n/a: masks are gathered, which is right for both
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"]|None = None | which of rows and tokens is the first
-        dim of what layers pass on
+        dim of what layers pass on | (order=)
     random_ltd_schedule: KeptTokensConfig | how many tokens are kept, by step
     layer_token_lr_schedule: LayerTokenRateConfig | a learning rate by tokens
     ! length random_ltd_layer_num random_ltd_layer_id
     ! order random_ltd_layer_num total_layer_num
+    ! kept_tokens
 
 DataRoutingConfig: `data_routing`: which tokens go through which layers.
     enabled: bool = False | route tokens by what is below | @switches
@@ -229,6 +234,13 @@ def _check_intervals(config: Any) -> None:
 def _check_schedule(config: Any) -> None:
     needed = OF_SCHEDULES.get(config.schedule_type, ())
     check_needed(config, "enabled", "min_difficulty", "max_difficulty", "schedule_type", *needed)
+
+
+def _check_kept_tokens(config: Any) -> None:
+    numbers = ("min_value", "max_value", "schedule_config.require_steps", "schedule_config.seq_per_step")
+    check_needed(config, "enabled", "random_ltd_layer_id", *(f"random_ltd_schedule.{name}" for name in numbers))
+    if config.enabled:
+        check_needed(config, "layer_token_lr_schedule.enabled", "random_ltd_layer_num", "total_layer_num")
 
 
 def _check_required(config: Any) -> None:

@@ -199,9 +199,10 @@ SparseAttentionConfig [part of mode]: `sparse_attention`: a pattern of blocks. T
     num_sliding_window_blocks: int = 3; blocks; > 0 | width of the band around the diagonal (bigbird, bslongformer)
     ! pattern
 
-ProgressiveLayerDropConfig: `progressive_layer_drop`.
-    enabled: bool = False | leave out layers at random | not yet: progressive layer dropping
-    theta: float = 0.5; >= 0; <= 1 | probability of keeping a layer in the end
+ProgressiveLayerDropConfig [layer_drop(=)]: `progressive_layer_drop`.
+    enabled: bool = False | leave out layers at random | layer_drop(): the step skips layers, and the model is told
+        nothing
+    theta: float = 0.5; >= 0; <= 1 | probability of keeping a layer in the end: the last one
     gamma: float = 0.001; >= 0 | how fast it falls to that: the rate of an exponential, by step
 
 HybridEngineConfig: `hybrid_engine`: the trained model also generates, with inference kernels.
