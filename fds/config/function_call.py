@@ -196,7 +196,7 @@ def schedule_call(config: Groups) -> FunctionCall | None:
     curve = _FORMULAS[config.scheduler.type](config, config.scheduler.arguments)
     asked = config.data_efficiency.data_routing.random_ltd
     if asked.enabled and asked.layer_token_lr_schedule.enabled:
-        counts = {"layers": asked.random_ltd_layer_num, "total": asked.total_layer_num}
+        counts = {"layers": len(asked.random_ltd_layer_id), "total": asked.total_layer_num}
         kept, full = kept_tokens_call(config), asked.random_ltd_schedule.max_value
         curve = FunctionCall("schedules.by_layer_tokens", (curve, kept, full), counts)
     return FunctionCall("schedules.delayed", (curve,))

@@ -797,6 +797,37 @@ ON |= {
         ("schedule_config.max_step", "fixed_discrete", {}, [10, 30], (10, 30)),
     )
 }
+LTD = {"enabled": True, "random_ltd_layer_id": [1, 2], "total_layer_num": 4, "hidden_state_order": "batch_seq_dim"}
+LTD["random_ltd_schedule"] = {"min_value": 16, "max_value": 64}
+LTD["random_ltd_schedule"]["schedule_config"] = {"require_steps": 100, "seq_per_step": 8}
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}}}
+WARMUP["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
+ON |= {
+    f"data_efficiency.data_routing.random_ltd.{name}": (
+        WARMUP | {"data_efficiency": {"data_routing": {"random_ltd": merged(LTD, before)}}},
+        value,
+        then,
+    )
+    for name, before, value, then in (
+        ("enabled", {"enabled": False}, True, None),
+        ("total_layer_num", {"layer_token_lr_schedule": {"enabled": True}}, 6, 6),
+        ("random_ltd_layer_id", {}, [1, 3], (1, 3)),
+        ("hidden_state_order", {}, "seq_batch_dim", "seq_batch"),
+        ("random_ltd_schedule.min_value", {}, 32, 32),
+        ("random_ltd_schedule.max_value", {}, 128, 128),
+        ("random_ltd_schedule.schedule_config.require_steps", {}, 50, 50),
+        ("random_ltd_schedule.schedule_config.seq_per_step", {}, 16, 16),
+        ("layer_token_lr_schedule.enabled", {"layer_token_lr_schedule": {"enabled": False}}, True, None),
+    )
+}
+ON |= {
+    f"progressive_layer_drop.{name}": ({"progressive_layer_drop": before}, value, then)
+    for name, before, value, then in (
+        ("enabled", {"enabled": False}, True, None),
+        ("theta", {"enabled": True}, 0.25, 0.25),
+        ("gamma", {"enabled": True}, 0.01, 0.01),
+    )
+}
 WITH = {  # what goes with it
     # gradients travel in the parameters' dtype still, and are summed in it
     "data_types.grad_accum_dtype": {("precision", "reduce")}

@@ -322,7 +322,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
                 "data_sampling": SAMPLING,
             }
         },
-        ["data_efficiency.data_routing.random_ltd.enabled"],
+        [],
     ),
     "curriculum learning": ({"curriculum_learning": {"enabled": True, **CURRICULUM}}, []),
     "TensorBoard": ({"tensorboard": {"enabled": True, "output_path": "output/ds_logs/", "job_name": "train_bert"}}, []),

@@ -120,7 +120,7 @@ KeptTokensConfig [schedules.fixed_linear(=)]: `random_ltd_schedule`: how many to
         compute.
     min_value: int|None = None; tokens; > 0 | kept at the first step | (least=)
     max_value: int|None = None; tokens; > 0 | kept at the end: the length of sequences | (greatest=)
-    schedule_type: Literal["fixed_linear"]|None = None | how they grow from the least to all | random_ltd(schedule=)
+    schedule_type: Literal["fixed_linear"]|None = None | how they grow from the least to all | n/a: there is one kind
     schedule_config: TokensScheduleConfig | the numbers of the schedule
     ! order min_value max_value
 
@@ -135,7 +135,8 @@ RandomLtdConfig [random_ltd(=)]: `random_ltd`: most layers compute a random subs
         them.
     enabled: bool = False | drop tokens at random in some layers | random_ltd()
     total_layer_num: int|None = None; layers; > 0 | layers of the model | schedules.by_layer_tokens(total=)
-    random_ltd_layer_num: int|None = None; layers; > 0 | layers that drop tokens | schedules.by_layer_tokens(layers=)
+    random_ltd_layer_num: int|None = None; layers; > 0 | layers that drop tokens | n/a: as many as
+        `random_ltd_layer_id` has
     random_ltd_layer_id: tuple[int, ...]|None = None | which layers those are: the numbers in their modules' names |
         (layers=): the last part of a name, and all of it
     model_mask_name: str|None = None | argument of a layer that is its attention mask | n/a: arguments are known by
@@ -240,7 +241,7 @@ def _check_kept_tokens(config: Any) -> None:
     numbers = ("min_value", "max_value", "schedule_config.require_steps", "schedule_config.seq_per_step")
     check_needed(config, "enabled", "random_ltd_layer_id", *(f"random_ltd_schedule.{name}" for name in numbers))
     if config.enabled:
-        check_needed(config, "layer_token_lr_schedule.enabled", "random_ltd_layer_num", "total_layer_num")
+        check_needed(config, "layer_token_lr_schedule.enabled", "total_layer_num")
 
 
 def _check_required(config: Any) -> None:
