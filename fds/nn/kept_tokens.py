@@ -180,31 +180,48 @@ def _is_of_order(x: Tensor) -> bool:
     return all(bool((part == part[:1]).all()) for part in parts)
 
 
-def _are_of_order(x: Tensor) -> bool:
-    """Return whether the last two dims are of such a matrix."""
-    return x.dim() > 1 and x.shape[-1] == x.shape[-2] and _is_of_order(x.reshape(-1, *x.shape[-2:])[0])
+def _says_no_place(x: Tensor, kept: int) -> bool:
+    """Return whether it is the same for tokens at any places: alike along all dims of that length, or of order."""
+    if x.dim() > 1 and x.shape[-2:] == (kept, kept) and _is_of_order(x.reshape(-1, kept, kept)[0]):
+        return True
+    return all(bool((x == x.narrow(dim, 0, 1)).all()) for dim, n in enumerate(x.shape) if n == kept)
 
 
 class Places(Watching):
-    """Notices where a layer counts so many tokens by itself: the functions that do."""
+    """Notices where a layer computes its tokens with as many numbers that it was not given: the functions that do.
 
-    def __init__(self, kept: int):
+    What is made of nothing that it was given, such as positions, or of a table, counts from the first token on.
+    """
+
+    def __init__(self, kept: int, inputs: Any):
         super().__init__()
-        self.kept = kept
-        self.lines: list[str] = []
+        self.kept, self.lines = kept, list[str]()
+        self.alive = _plain(inputs)  # of whose memory the addresses are
+        self.inside = set(map(_memory, self.alive))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        out, k = func(*args, **(kwargs or {})), self.kept
-        name = func.overloadpacket.__name__
-        if name in ("arange", "linspace"):
-            counts = out.shape[0] == k
-        else:  # a slice of numbers for more tokens; one of a causal mask is right whichever tokens are left
-            counts = name == "slice" and list(out.shape).count(k) > list(args[0].shape).count(k)
-            counts = counts and not any(map(_are_of_order, (args[0], out)))
-        if counts:
+        out = func(*args, **(kwargs or {}))
+        inputs = _plain((args, kwargs or {}))
+        inside = [_memory(x) in self.inside for x in inputs]
+        if not any(inside):
+            return out
+        results = _plain(out)
+        self.alive += results
+        self.inside.update(map(_memory, results))
+        others = [x for x, is_inside in zip(inputs, inside, strict=True) if not is_inside and self.kept in x.shape]
+        if not all(_says_no_place(x, self.kept) for x in others):
             frame: Any = sys._getframe(1)
             modes = ("__torch_dispatch__", "OpOverload.__call__")  # of other modes, inside of this one
             while frame.f_code.co_qualname.endswith(modes):
                 frame = frame.f_back
-            self.lines.append(f"{name} in {frame.f_code.co_qualname}")
+            self.lines.append(f"{func.overloadpacket.__name__} in {frame.f_code.co_qualname}")
         return out
+
+
+def _plain(values: Any) -> list[Tensor]:
+    """Return the tensors that have memory: all but parameters that are gathered on use."""
+    return [x for x in tree.leaves(values) if isinstance(x, Tensor) and not getattr(type(x), "gathered_on_use", False)]
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata

@@ -87,15 +87,22 @@ class Keeping:
         if not tokens.first:
             return tokens.called(forward, argument, args, kwargs)
         self.looked.add(block.name)
-        with Places(kept) as places:
-            out = tokens.called(forward, argument, args, kwargs)
-        if places.lines and kept > 1:  # of the tokens, if one less changes it
+        lines = list[set[str]]()
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with Places(kept - len(lines), (args, kwargs)) as places:
+                out = forward(*args, **kwargs)
+            lines.append(set(places.lines))
+            return out
+
+        out = tokens.called(watched, argument, args, kwargs)
+        if lines[0] and kept > 1:  # of the tokens, if one less changes it
             fewer = attrs.evolve(tokens, index=tokens.index[:, 1:])
             new_args = [_cacheless(name, value) for name, value in block.named(args, {})]
             new_kwargs = {name: _cacheless(name, value) for name, value in kwargs.items()}
-            with random.scope([x.device]), torch.no_grad(), Places(kept - 1) as again:
-                fewer.called(forward, argument, new_args, new_kwargs)
-            if both := sorted(set(places.lines) & set(again.lines)):
+            with random.scope([x.device]), torch.no_grad():
+                fewer.called(watched, argument, new_args, new_kwargs)
+            if both := sorted(lines[0] & lines[1]):
                 raise LossError(
                     "random_ltd: a layer counts tokens by itself, and takes those that are left for neighbours",
                     where=f"layer {block.name!r}",
