@@ -8,13 +8,14 @@ Source: Zhang and He 2020, arXiv:2010.13369, algorithm 1; the division by p: Hua
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fds import loss as losses, random, tree
 from fds.errors import LossError, Rule, is_number
@@ -51,8 +52,8 @@ class Dropping:
         if not isinstance(x, Tensor):
             raise _other(block, f"{type(x).__name__} as its input", "a tensor, or a tuple that begins with one")
         runs = random.seed(words, block.name) < keep * 2**63
-        if not runs and argument is not x:
-            return argument
+        if not runs and (argument is not x or not block.arguments):
+            return argument  # of `Layers` one returns what the next is given, and so what it is given itself
         if not runs and block.name in self.forms:
             length = self.forms[block.name]
             return x if length is None else (x, *[None] * (length - 1))
@@ -61,7 +62,7 @@ class Dropping:
             copied = [x.clone() if argument is x else (x.clone(), *argument[1:])] if block.in_place else args
             out = forward(*copied, **kwargs)
         else:  # it never ran: once it shows what it returns
-            with random.scope([x.device]), torch.no_grad():
+            with random.scope([x.device]), torch.no_grad(), _buffers_kept(forward):
                 out = forward(*args, **kwargs)
         if x._version != version:
             raise _other(block, "a layer that writes over its input", "one that leaves it as it is")
@@ -84,6 +85,21 @@ class Dropping:
             raise _other(block, f"a tuple of {length}", "a layer that returns what it changes, and nothing else")
         self.forms[block.name] = length
         return y, rest
+
+
+@contextlib.contextmanager
+def _buffers_kept(forward: Any) -> Generator[None]:
+    """Let a module's forward write into copies of its buffers, such as batch statistics."""
+    module = getattr(forward, "__self__", None)
+    parts = list(module.modules()) if isinstance(module, nn.Module) else []
+    buffers = [(part._buffers, name, x) for part in parts for name, x in part._buffers.items() if x is not None]  # pyright: ignore[reportPrivateUsage]
+    for place, name, x in buffers:
+        place[name] = x.clone()
+    try:
+        yield
+    finally:
+        for place, name, x in buffers:
+            place[name] = x
 
 
 def _other(block: Block, got: str, want: str) -> LossError:

@@ -68,12 +68,12 @@ class Keeping:
         words, kept = plan
         argument = next(block.named(args, kwargs))[1]
         x = losses.first_of(argument)
-        if not isinstance(x, Tensor) or x.dim() < 2:
+        if not isinstance(x, Tensor) or x.dim() < 2 or (x.dim() < 3 and kept < x.shape[self.order == "batch_seq"]):
             raise LossError(
                 "random_ltd: a layer is given something else than tokens",
                 where=f"layer {block.name!r}",
                 got=str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__,
-                want="(rows, tokens, ...), or a tuple that begins with that",
+                want="(rows, tokens, features), or a tuple that begins with that",
             )
         rows, length = x.shape[:2] if self.order == "batch_seq" else (x.shape[1], x.shape[0])
         if call is not None:
@@ -83,7 +83,7 @@ class Keeping:
         if kept >= length:
             return forward(*args, **kwargs)
         seed = random.seed(words, SLOT, block.name)
-        tokens = Tokens.drawn(seed, x, kept, self.order, block, first=block.name not in self.looked)
+        tokens = Tokens.drawn(seed, x, kept, self.order, block, first=kept > 1 and block.name not in self.looked)
         if not tokens.first:
             return tokens.called(forward, argument, args, kwargs)
         self.looked.add(block.name)
@@ -96,7 +96,7 @@ class Keeping:
             return out
 
         out = tokens.called(watched, argument, args, kwargs)
-        if lines[0] and kept > 1:  # of the tokens, if one less changes it
+        if lines[0]:  # of the tokens, if one less changes it
             fewer = attrs.evolve(tokens, index=tokens.index[:, 1:])
             new_args = [_cacheless(name, value) for name, value in block.named(args, {})]
             new_kwargs = {name: _cacheless(name, value) for name, value in kwargs.items()}

@@ -125,3 +125,36 @@ def test_a_middle_block_that_keeps_tokens_is_the_forward_by_hand(kind, recompute
     assert len(drawn) == (2 if recomputes == "outside" else 1) and all(torch.equal(drawn[0], index) for index in drawn)
     evaluated = step.evaluate(state, rows)["loss"]
     torch.testing.assert_close(evaluated, loss_of(kind, made.eval()(**rows).logits, rows).detach(), rtol=0, atol=1e-12)
+
+
+def test_kept_tokens_are_those_of_deepspeeds_scheduler(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
+
+    g = torch.Generator().manual_seed(0)
+    draw = lambda low, high: int(torch.randint(low, high, (), generator=g))
+    for _ in range(50):
+        multiple = draw(1, 17)
+        least, steps = multiple * draw(1, 9), draw(1, 60)
+        greatest = least + multiple * draw(0, 20)
+        layers, total = draw(1, 5), draw(5, 12)
+        asked = RandomLTDScheduler(
+            {
+                "total_layer_num": total,
+                "random_ltd_layer_num": layers,
+                "global_batch_size": 1,
+                "random_ltd_schedule": {
+                    "min_value": least,
+                    "max_value": greatest,
+                    "schedule_type": "fixed_linear",
+                    "schedule_config": {"require_steps": steps, "seq_per_step": multiple},
+                },
+                "layer_token_lr_schedule": {"enabled": False},
+            }
+        )
+        kept = fds.schedules.fixed_linear(least, greatest, steps, difficulty_step=multiple)
+        followed = fds.schedules.by_layer_tokens(lambda t: t, kept, greatest, layers=layers, total=total)
+        for t in range(80):
+            assert followed(t) * greatest * total == pytest.approx(asked.state["consumed_layer_tokens"], rel=1e-12)
+            asked.update_seq(t)
+            assert kept(t) == asked.get_current_seq()

@@ -235,9 +235,15 @@ def test_other_arguments_are_refused(arguments):
 
 
 def test_a_resumed_run_draws_what_it_would_have_though_its_layers_show_once_what_they_return():
-    blocks = nn.Sequential(*[nn.Sequential(nn.Dropout(0.5), Block(i, 3, 3)) for i in range(4)])
-    apply, params, _ = fds.functional(nn.Sequential(nn.Linear(3, 3).double(), blocks))
-    step = lambda: fds.compose(fds.layer_drop(0.1, 9.0), fds.sgd(LR))(lambda p, rows: apply(p, rows[0]).square().mean())
+    norm = lambda: nn.BatchNorm1d(3, dtype=torch.float64)
+    blocks = nn.Sequential(*[nn.Sequential(nn.Dropout(0.5), norm(), Block(i, 3, 3)) for i in range(4)])
+    apply, params, buffers = fds.functional(nn.Sequential(nn.Linear(3, 3).double(), blocks))
+
+    def loss(params, rows, buffers):
+        out, buffers = apply.with_buffers(params, buffers, rows[0])
+        return out.square().mean(), {}, buffers
+
+    step = lambda: fds.compose(fds.layer_drop(0.1, 9.0), fds.sgd(LR))(fds.with_buffers(loss, buffers))
     run, resumed = step(), step()
     states = [run.init(params, key=5)]
     for call in range(4):

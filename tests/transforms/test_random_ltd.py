@@ -364,8 +364,9 @@ class OfItsOwn(nn.Module):
 def test_a_layer_that_counts_tokens_by_itself_is_refused(how):
     torch.manual_seed(0)
     loss = fds.Layers([nn.Linear(3, WIDTH), OfItsOwn(how)], lambda out, y: (out[..., :2] - y).square().mean())
-    step = fds.compose(fds.random_ltd(1, lambda t: 3), fds.sgd(0.1))(loss)
+    step = fds.compose(fds.random_ltd(1, lambda t: 1 + 2 * t), fds.sgd(0.1))(loss)
     state, rows = step.init(loss.init), [x.float() for x in batch(0)]
+    state, _ = step(state, rows)  # of a single token nothing can be told
     kept_angles(3)  # an evaluation may have asked before
     if how in ("mask", "zeros"):  # causal, or alike: right for any tokens
         step(state, rows)
@@ -406,6 +407,13 @@ def test_other_arguments_are_refused(arguments, message):
         fds.compose(fds.random_ltd(*arguments), fds.sgd(0.1))(layers())
     with pytest.raises(ComposeError, match="no such order"):
         fds.random_ltd(1, KEPT, order="rows")
+
+
+def test_features_are_no_tokens():
+    loss = fds.Layers([nn.Linear(3, WIDTH), torch.tanh], lambda out, y: out.square().mean())
+    step = fds.compose(fds.random_ltd(1, lambda t: 3), fds.sgd(0.1))(loss)
+    with pytest.raises(LossError, match="something else than tokens"):
+        step(step.init(loss.init), (torch.ones(4, 3), torch.ones(4)))
 
 
 @pytest.mark.parametrize("value", [0, 2.5, True, None])
