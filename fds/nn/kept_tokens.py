@@ -68,7 +68,7 @@ class Tokens:
 
         Raises `LossError` where that cannot be told.
         """
-        if not isinstance(x, Tensor) or name == "cache_position":  # of caches, which are empty in training
+        if not isinstance(x, Tensor) or is_cache(name):  # of caches, which are empty in training
             return x
         if name.startswith(("encoder_", "memory", "cu_seq")):
             what = "a layer looks at other sequences, or at rows that are joined"
@@ -100,13 +100,16 @@ class Tokens:
         before: dict[int, Any] = {}  # id of what is gathered -> of what; both are alive as long as this runs
 
         def part(value: Any, name: str) -> Any:
-            if type(value).__name__ == "BlockMask":
-                raise self._error("masks of FlexAttention cannot be gathered", "a BlockMask", "a tensor, or no mask")
+            if type(value).__name__ == "BlockMask" or (tree.opaque(value) and not is_cache(name)):
+                what = "an argument of a layer hides tensors, which cannot be gathered"
+                raise self._error(what, f"{name or 'a part'}, a {type(value).__name__}", "tensors, or trees of them")
             new = self.take(value) if value is x else self.of(value, name)
             before[id(new)] = value
             return new
 
         def parts(value: Any, name: str) -> Any:
+            if tree.is_dict(value):
+                return {key: parts(inner, str(key)) for key, inner in value.items()}
             return tree.map(lambda leaf: part(leaf, name), value) if tree.is_sequence(value) else part(value, name)
 
         names = [name for name, _ in self.block.named(args, {})]
@@ -171,6 +174,11 @@ class Tokens:
 
     def _error(self, what: str, got: str, want: str, hint: str = "") -> LossError:
         return LossError(f"random_ltd: {what}", where=f"layer {self.block.name!r}", got=got, want=want, hint=hint)
+
+
+def is_cache(name: str) -> bool:
+    """Return whether an argument of this name is a cache, or of one: empty in training, and written to by layers."""
+    return "past" in name or "cache" in name
 
 
 def _is_of_order(x: Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fds import loss as losses, random
 from fds.errors import ComposeError, LossError, Rule, ScheduleError, is_int
 from fds.loss import Block
-from fds.nn.kept_tokens import Order, Places, Tokens
+from fds.nn.kept_tokens import Order, Places, Tokens, is_cache
 from fds.step import Call, Memory, Step, fill, transform
 
 SLOT = "random_ltd"
@@ -114,7 +114,7 @@ class Keeping:
 
 def _cacheless(name: str, value: Any) -> Any:
     """Return an argument, None for a cache, into which a layer would write again."""
-    return None if "past" in name or "cache" in name else value
+    return None if is_cache(name) else value
 
 
 def _nothing(shapes: Any, device: torch.device) -> dict[str, Tensor]:

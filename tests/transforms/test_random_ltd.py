@@ -196,7 +196,7 @@ def encoder(axis=None):
     more = [] if axis is None else [fds.tensor_parallel(axis)]
     step = fds.compose(*more, fds.random_ltd("[12]", lambda t: 3), fds.sgd(LR))(loss)
     state, metrics = step(step.init(loss.init, key=1), batch(0))
-    return step.params(state), metrics
+    return step.params(state), metrics, state.slots
 
 
 def test_ranks_of_a_tensor_axis_keep_the_same_tokens():
@@ -279,6 +279,21 @@ def test_modules_are_given_what_belongs_to_their_tokens(kind, recomputes, drawn)
 def tokens(order="batch_seq", rows=ROWS, first=True):
     x = torch.arange(rows * S).view(rows, S, 1)
     return Tokens.drawn(0, x if order == "batch_seq" else x.movedim(0, 1), 3, order, Named(1, 1, "1"), first=first)
+
+
+def test_containers_of_arguments_are_looked_into_and_what_hides_tensors_is_refused():
+    class Hides:
+        def __init__(self, x):
+            self.mask = x
+
+    x, mask, block = torch.randn(ROWS, S, 4), torch.rand(ROWS, S) < 0.5, Named(1, 1, "1", ("x", "more"))
+    kept = Tokens.drawn(0, x, 3, "batch_seq", block, first=True)
+    got = []
+    forward = lambda x, more: got.append(more) or x
+    kept.called(forward, x, (x, {"masks": [mask], "heads": 3}), {})
+    assert got[0]["heads"] == 3 and torch.equal(got[0]["masks"][0], mask.gather(1, kept.index))
+    with pytest.raises(LossError, match="hides tensors"):
+        kept.called(forward, x, (x, Hides(mask)), {})
 
 
 def test_activations_may_have_tokens_first():
