@@ -12,7 +12,7 @@ MUTANTS = (
         "while self.rows and self.rows[-1][0] >= x:",
         "while self.rows and self.rows[-1][0] > x:",
         "a resumed run has a step twice",
-        FINDINGS,
+        "tests/reporting/test_report.py",
     ),
     Mutant(
         "half-a-row-is-a-number",
