@@ -83,11 +83,14 @@ class Setting:
 
         return run
 
-    def at(self, function: Any, *data: int | str) -> Any:
-        """Return the `Call` of a filler, and seed the generators for it from its key, where it may draw."""
+    def at(self, function: Any, *data: int | str, alone: tuple[int, ...] = ()) -> Any:
+        """Return the `Call` of a filler, and seed the generators for it from its key, where it may draw.
+
+        Only generators are seeded with `alone` too: what tells a stage from others, whose fillers have the same key.
+        """
         call = self.record.given_to(function, *data)
         if random.draws(function):
-            random.reseed(random.seed(call.base, *call.data), self.devices)
+            random.reseed(random.seed(call.base, *call.data, *alone), self.devices)
         return call
 
     def mapped(self, calls: list[LayerCall]) -> list[LayerCall]:
@@ -98,7 +101,7 @@ class Setting:
         """
         first = calls[0].layers[0] if calls[0].layers else 0
         for index, layer_map in reversed(list(enumerate(self.maps))):
-            before, call_of_map = calls, self.at(layer_map, "layers", index, first)
+            before, call_of_map = calls, self.at(layer_map, "layers", index, alone=(first,))
             calls = check_calls(layer_map, layer_map(list(before), call_of_map), before)
             if random.draws(layer_map):
                 old = {id(call) for call in before}  # they are alive: nobody else has their id

@@ -53,6 +53,9 @@ class Drawing:
         self.keyed("layers", call)
         self.draw("layers")
 
+        for layer_call in calls:  # as a map draws for a layer that it is given, on whatever stage
+            self.keyed(f"layer {layer_call.layers}", call.at(layer_call.layers[0]))
+
         def noisy(one):
             before, after = (f"{at} layer {one.layers}" for at in ("before", "after"))
             return one.replaced(lambda x: one(x + self.draw(before).float()) + self.draw(after).float())
@@ -218,10 +221,10 @@ def test_a_microbatch_draws_alike_on_whatever_stage_its_layers_are(make):
     seen = set()
     for _, _, _, drawn, _ in ranks:
         for name, numbers in drawn.items():
-            if name.startswith(("view", "context", "before", "after layer", "batch")):
+            if name.startswith(("view", "context", "before", "after layer", "layer (", "batch")):
                 assert set(numbers) <= set(plain[name]), name
                 seen.add(name)
-    assert seen >= {name for name in plain if name.startswith(("view", "context", "before", "after layer"))}
+    assert seen >= {name for name in plain if name.startswith(("view", "context", "before", "after layer", "layer ("))}
 
 
 def test_what_is_tied_over_stages_stays_alike_whatever_was_drawn_for_it():
