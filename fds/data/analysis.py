@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -192,6 +193,8 @@ class _Analysis:
         missing = {name: self.metrics[name] for name in exchange.all[0]}
         if missing:
             self._measure_all(missing, manifest)
+        if self.leads:  # also of a run that was killed when all was published
+            shutil.rmtree(self.folder / ASIDE, ignore_errors=True)
         read = lambda name: (read_total if self.metrics[name].accumulates else read_metric)(self.folder, name)
         return {name: read(name) for name in self.metrics}
 
@@ -267,7 +270,6 @@ class _Analysis:
                     record = write_metric(aside, name, blocks, self.about["length"])
                 records[name] = {**record, "metric": repr(self.metrics[name])}
             publish(self.folder, aside, manifest, records)
-        shutil.rmtree(self.folder / ASIDE, ignore_errors=True)
 
 
 def _checked(metrics: Any) -> dict[str, Metric]:
@@ -321,7 +323,19 @@ def _measured(chunks: _Chunks, numbers: list[int], workers: int) -> Generator[di
         sampler=numbers,
         collate_fn=_itself,
         num_workers=min(workers, len(numbers)),
+        worker_init_fn=functools.partial(_end_after, os.getpid()),
     )
+
+
+def _end_after(parent: int, worker: int) -> None:
+    """End this worker soon after its parent: torch's waits for ever where nobody reads what it has measured."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _itself(result: Any) -> Any:

@@ -1,8 +1,11 @@
 """What `analyse` writes, beside NumPy by hand: by workers and ranks, after a SIGKILL; and what it refuses."""
 
+import json
 import multiprocessing
 import os
 import signal
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,6 +193,34 @@ def test_a_worker_that_ends_is_an_error_after_which_a_run_goes_on(tmp_path, monk
         analyse(range(4096), {"x": killed}, tmp_path / "a", workers=1, show=False)
     files = analyse(range(4096), {"x": killed}, tmp_path / "a", workers=1, show=False)["x"]
     assert files.values.tolist() == [i % 7 for i in range(4096)]
+
+
+def is_running(pid):
+    """Tell whether a process runs, and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_workers_end_after_a_sigkill_of_their_parent_who_has_not_read_what_they_measured(tmp_path, monkeypatch):
+    def killed_at_the_first_result(*_):
+        workers = [process.pid for process in multiprocessing.active_children()]
+        (tmp_path / "workers").write_text(json.dumps(workers))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(analysis, "LEAST", 1 << 14)  # more than a pipe holds
+    monkeypatch.setattr(analysis, "_keep", killed_at_the_first_result)
+    run = lambda: analyse(range(1 << 16), {"x": float}, tmp_path / "a", workers=2, show=False)
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    workers = json.loads((tmp_path / "workers").read_text())
+    assert len(workers) == 2
+    deadline = time.monotonic() + 30
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, workers))
 
 
 def test_ctrl_c_ends_after_a_chunk_which_is_kept(tmp_path):
