@@ -223,7 +223,7 @@ def permute(key: Tensor, length: int, positions: np.ndarray) -> np.ndarray:
 
     >>> from fds import random
     >>> permute(random.key(0), 6, np.arange(6)).tolist()
-    [3, 1, 0, 4, 5, 2]
+    [0, 3, 2, 1, 5, 4]
     """
     where, positions = "permute", np.asarray(positions)
     if not is_int(length, 1) or length > 1 << 62:
