@@ -1,6 +1,6 @@
 """What the main job learns from as many tokens with a curriculum, random token dropping or layer drop as without.
 
-    make bench-efficiency                        # half an hour
+    make bench-efficiency                        # a quarter of an hour
     make bench-efficiency ARGS="--seeds 1"
     make bench-efficiency ARGS="--quick"         # a tiny model, nothing written: does it all run?
 
@@ -223,11 +223,11 @@ def parse() -> argparse.Namespace:
     """Return the options, `only` as a list of names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="NAMES", help="ways, with ; between")
-    parser.add_argument("--steps", type=int, default=2000, help="whole batches whose tokens are consumed (%(default)s)")
+    parser.add_argument("--steps", type=int, default=1000, help="whole batches whose tokens are consumed (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each way (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, few steps, nothing written")
     parser.add_argument("--out", default=str(report.RESULTS), help="where the table goes (benchmarks/results)")
-    parser.add_argument("--name", default="data-efficiency", help="in the name of the table (%(default)s)")
+    parser.add_argument("--name", default="efficiency", help="in the name of the table (%(default)s)")
     options = parser.parse_args()
     options.only = list(WAYS) if options.only is None else [name.strip() for name in options.only.split(";")]
     if options.quick:
