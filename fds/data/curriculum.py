@@ -135,7 +135,9 @@ class CurriculumSampler:
     def _restart(self) -> None:
         """Forget what was computed of the past: all of it follows from the arguments."""
         self._pid = os.getpid()
-        self._sorted = {name: _sorted(name, metric) for name, metric in self.metrics.items()}
+        self._sorted = {
+            name: _sorted(name, x, self.clustering[name] == "schedule_based") for name, x in self.metrics.items()
+        }
         self.num_samples = _same_length(self._sorted)
         clustered = {name: x for name, x in self._sorted.items() if self.clustering[name] == "schedule_based"}
         self._sorted = clustered
@@ -156,8 +158,11 @@ class CurriculumSampler:
         """Ask the schedules of all batches up to this one, and note the clusters that they begin."""
         for step in range(self._next + 1, batch + 2):
             new = {}
-            for name, (level, count) in self._levels.items():
-                difficulty = _difficulty(name, self.schedules[name], step)
+            asked = {
+                name: _difficulty(name, self.schedules[name], step) for name in self._levels
+            }  # all, or none counts
+            for name, difficulty in asked.items():
+                level, count = self._levels[name]
                 if difficulty != level:
                     now = max(count, self._let_in(name, difficulty))
                     self._levels[name] = difficulty, now
@@ -170,8 +175,11 @@ class CurriculumSampler:
     def _let_in(self, name: str, difficulty: Any) -> int:
         if self.difficulty[name] == "value":
             return self._sorted[name].count(difficulty)
-        share = Fraction(difficulty) / 100 if math.isfinite(difficulty) else difficulty
-        return max(0, min(self.num_samples, math.floor(self.num_samples * min(share, 1))))
+        share = (
+            Fraction(difficulty if isinstance(difficulty, int | Fraction) else min(max(float(difficulty), 0), 100))
+            / 100
+        )
+        return math.floor(self.num_samples * min(max(share, 0), 1))
 
     def _add_cluster(self, batch: int, new: Mapping[str, np.ndarray]) -> None:
         first = self._firsts[-1] + self._sizes[-1] if self._sizes else 0
@@ -258,7 +266,7 @@ class _Arrivals:
     def of(length: int, folder: str | None) -> _Arrivals:
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
-                file.truncate(9 * length)
+                os.posix_fallocate(file.fileno(), 0, 9 * length)  # or a full disk would end the process later
                 samples = np.memmap(file, np.int64, "r+", 0, (length,))
                 return _Arrivals(samples, np.memmap(file, np.uint8, "r+", 8 * length, (length,)))
         except OSError as error:
@@ -287,7 +295,7 @@ def _difficulty(name: str, schedule: Callable[[int], Any], step: int) -> Any:
     try:
         if not math.isnan(value):
             return value
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
     where = f"schedules[{name!r}]"
     raise DataError("not a difficulty", where=where, got=f"{value!r:.60} at step {step}", want="a number")
@@ -312,12 +320,13 @@ def _by_name(argument: str, value: Any, names: Mapping[str, Any], words: tuple[s
     return dict(chosen)
 
 
-def _sorted(name: str, metric: Any) -> SortedSamples:
+def _sorted(name: str, metric: Any, needed: bool) -> SortedSamples:
+    """Return a metric with its order, but where that is not needed."""
     if isinstance(metric, SortedSamples):
         return metric
-    if isinstance(metric, SampleMetric):
-        return SortedSamples(metric.order, lambda position: metric.values[metric.order[position]])
     where, order = f"metrics[{name!r}]", None
+    if isinstance(metric, SampleMetric):
+        metric, order = metric.values, metric.order
     if isinstance(metric, str | os.PathLike):
         path = expanded(metric)
         metric = _mapped(path, where)
@@ -330,6 +339,8 @@ def _sorted(name: str, metric: Any) -> SortedSamples:
     if values.ndim != 1 or not len(values) or values.dtype.kind not in "iuf":
         got = f"{values.dtype} {values.shape}"
         raise DataError("not a metric of samples", where=where, got=got, want="a number for each sample, (N,)")
+    if not needed:
+        return SortedSamples(np.broadcast_to(np.uint8(0), len(values)), lambda position: values[position])
     order = np.argsort(values, kind="stable") if order is None else order
     if order.shape != values.shape or order.dtype.kind not in "iu":
         got, want = f"{order.dtype} {order.shape}", f"integers {values.shape}"

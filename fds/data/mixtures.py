@@ -147,7 +147,7 @@ def mixture(
     many rows as there are.
 
     Which rows batch i has is a function of the key, i and the batch size; orders take no memory. Weights that follow a
-    function are asked for every batch before once, when a run is resumed (10 us each).
+    function are asked for every batch before once, when a run is resumed (10 us each), and up to 4,096 batches ahead.
 
     Args:
         datasets: by name, or a sequence of them, which have the names "0", "1", ...: each with `len` and `[i]`.

@@ -114,7 +114,7 @@ def test_difficulties_are_those_of_the_next_step_and_what_came_in_stays():
 
 def test_hundredths_are_exact_and_of_any_number_of_samples():
     values = np.arange(7.0)
-    for percent, count in ((15, 1), (28, 1), (28.6, 2), (100, 7), (400, 7), (float("inf"), 7)):
+    for percent, count in ((15, 1), (28, 1), (28.6, 2), (100, 7), (400, 7), (float("inf"), 7), (np.float32(28.5), 1)):
         sampler = CurriculumSampler({"x": values}, {"x": lambda step, p=percent: p}, difficulty="percentile")
         assert sorted(set(sampler.rows(0, 300))) == list(range(count))
 
@@ -163,7 +163,9 @@ GOOD = {"metrics": {"x": [1, 2, 3]}, "schedules": {"x": lambda step: 2}}
         ({"schedules": {"x": lambda step: None}}, "schedules['x']"),
         ({"schedules": {"x": lambda step: "hard"}}, "schedules['x']"),
         ({"schedules": {"x": lambda step: float("nan")}}, "schedules['x']"),
+        ({"schedules": {"x": lambda step: torch.ones(2)}}, "schedules['x']"),
         ({"schedules": {"x": lambda step: 0}}, "schedules"),
+        ({"schedules": {"x": lambda step: -float("inf")}, "difficulty": "percentile"}, "schedules"),
         ({"difficulty": "values"}, "difficulty"),
         ({"difficulty": {"y": "value"}}, "difficulty"),
         ({"clustering": 3}, "clustering"),
@@ -190,3 +192,21 @@ def test_a_schedule_that_fails_later_is_refused_then():
     with pytest.raises(DataError, match="None at step 3"):
         sampler.rows(2, 4)
     assert len(sampler.rows(1, 4)) == 4
+
+
+def test_a_schedule_that_failed_once_leaves_nothing_half_done():
+    fails = [True]
+
+    def second(step):
+        if step == 2 and fails:
+            raise RuntimeError(fails.pop())
+        return 9
+
+    def sampler():
+        return CurriculumSampler({"a": range(9), "b": range(9)}, {"a": lambda step: 4 * step, "b": second})
+
+    interrupted = sampler()
+    with pytest.raises(RuntimeError):
+        interrupted.rows(1, 40)
+    assert interrupted.rows(1, 40).tolist() == sampler().rows(1, 40).tolist()
+    assert set(interrupted.rows(1, 400)) == set(range(9))
