@@ -96,6 +96,11 @@ def test_the_mask_for_other_attention_is_the_same():
         want = fds.nn.attention(q, k, v, causal=causal, documents=documents)
         mask = fds.nn.document_mask(documents, causal=causal)
         got = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        assert torch.allclose(got, want, rtol=0, atol=ROUNDING)
+        added = fds.nn.document_mask(documents, causal=causal, dtype=DTYPE)
+        weights = (q @ k.mT * q.shape[-1] ** -0.5 + added).softmax(-1)  # as eager attention does
+        for out in (got, weights @ v):
+            assert torch.allclose(out, want, rtol=0, atol=ROUNDING)
+    with pytest.raises(fds.FdsError, match="not a dtype of scores"):
+        fds.nn.document_mask(documents, dtype=torch.int64)
     with pytest.raises(fds.FdsError, match="not numbers of documents"):
         fds.nn.document_mask(documents.float())

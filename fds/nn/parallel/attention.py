@@ -303,17 +303,20 @@ def _over_ranks(
     return out
 
 
-def document_mask(documents: Tensor, *, causal: bool = True) -> Tensor:
-    """Return which tokens of packed rows see which, (B, 1, S, S) bool: for attention that takes a mask alone.
+def document_mask(documents: Tensor, *, causal: bool = True, dtype: torch.dtype | None = None) -> Tensor:
+    """Return which tokens of packed rows see which, (B, 1, S, S): for attention that takes a mask alone.
 
     `torch.nn.functional.scaled_dot_product_attention` takes it as `attn_mask`, models of transformers as
-    `attention_mask`; `fds.nn.attention(documents=)` needs no mask of that size.
+    `attention_mask`; `fds.nn.attention(documents=)` needs no mask of that size. The eager attention of transformers
+    adds its mask, whatever that is, to the scores: give it one of floats.
 
     Args:
         documents: (B, S) int32 or int64, in which document a token lies.
         causal: a token sees those before it and itself alone.
+        dtype: None for bool, True where a token sees another; or of floats that are added to scores, 0 there and the
+            least number elsewhere.
 
-    Raises `KernelError` for other documents.
+    Raises `KernelError` for other documents, and a dtype that is not floating.
 
     >>> document_mask(torch.tensor([[0, 0, 1]])).int()[0, 0].tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
@@ -321,7 +324,12 @@ def document_mask(documents: Tensor, *, causal: bool = True) -> Tensor:
     checking.flags("document_mask", KernelError, causal=causal)
     arguments.check_documents(documents)
     same = (documents[:, :, None] == documents[:, None, :])[:, None]
-    return same.tril() if causal else same
+    seen = same.tril() if causal else same
+    if dtype is None or dtype == torch.bool:
+        return seen
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise KernelError("not a dtype of scores", where="dtype", got=repr(dtype)[:60], want="a floating one, or None")
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def _check_names(axis: Any, method: Any, layout: Any) -> None:
