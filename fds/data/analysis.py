@@ -148,7 +148,18 @@ class _Chunks:
                     parts[name].append(value)
                     if metric.accumulates and len(parts[name]) > 1:
                         parts[name] = [add(*parts[name], where=samples.where(0))]
-        return {name: np.concatenate(p) if not self.metrics[name].accumulates else p[0] for name, p in parts.items()}
+        return {name: p[0] if self.metrics[name].accumulates else _joined(name, p, begin) for name, p in parts.items()}
+
+
+def _joined(name: str, parts: list[np.ndarray], begin: int) -> np.ndarray:
+    """Return numbers of samples, one after another. Raises `DataError` for integers that floats beside them round."""
+    whole = np.concatenate(parts)
+    for part in parts if whole.dtype.kind == "f" else ():
+        if part.dtype.kind == "i" and max(int(part.max()), -int(part.min())) > 2**53:
+            where, got = f"metric {name!r}, samples from {begin} on", f"{part.max()} beside floats"
+            want = "ints up to 2**53 beside floats"
+            raise DataError("a number that float64 does not have", where=where, got=got, want=want)
+    return whole
 
 
 @contextlib.contextmanager
@@ -214,14 +225,15 @@ class _Analysis:
 
     def _measure_all(self, missing: dict[str, Metric], manifest: dict[str, Any]) -> None:
         needs = {name: metric.needs for name, metric in missing.items() if metric.needs is not None}
-        counted = {f"for {metric!r}": metric for metric in needs.values()}  # equal ones once
+        of = {name: next(f"for {it}" for it in needs if needs[it] == metric) for name, metric in needs.items()}
+        counted = {of[name]: metric for name, metric in needs.items()}  # equal ones once; alike are also other lambdas
         first = {**{name: metric for name, metric in missing.items() if name not in needs}, **counted}
         passes = [_Chunks(self.dataset, self.about["length"], first, {})]
         results = [self._measure(passes[0], f"pass 1 of {1 + bool(needs)}")]
         if needs:
             with self.ranks.together():
                 totals = {need: _total(results[0], need) for need in counted}
-            theirs = {name: totals[f"for {metric!r}"] for name, metric in needs.items()}
+            theirs = {name: totals[of[name]] for name in needs}
             passes.append(attrs.evolve(passes[0], metrics={name: missing[name] for name in needs}, totals=theirs))
             results.append(self._measure(passes[1], "pass 2 of 2"))
         with self.ranks.together():

@@ -73,7 +73,7 @@ class MDSFolder:
         try:
             shards = json.loads(text)["shards"]
             self._shards = [_Shard(self.path, shard) for shard in shards]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             got = f"{type(error).__name__}: {error}"[:200]
             raise DataError("this is no index of MDS", where=str(index), got=got) from error
         self._firsts = np.cumsum([0, *(shard.samples for shard in self._shards)])

@@ -75,7 +75,9 @@ class Mixture:
                 values[i] = numbers if len(numbers) == len(self.names) else np.nan
             except (TypeError, ValueError, KeyError):
                 values[i] = np.nan
-        bad = ~(np.isfinite(values).all(1) & (values >= 0).all(1) & (values.sum(1) > 0))
+        with np.errstate(over="ignore"):
+            totals = values.sum(1)
+        bad = ~(np.isfinite(values).all(1) & (values >= 0).all(1) & (totals > 0) & np.isfinite(totals))
         if bad.any():
             i = int(bad.argmax())
             want = f"a number of 0 or more for each of {', '.join(self.names)}, not all 0"
@@ -142,9 +144,9 @@ def mixture(
     """Return a data set of the rows of several, which says itself in which order a `DistributedLoader` reads them.
 
     Of the rows of all batches until now every data set has its part: of two it is never more than half a row away from
-    it, of S never more than S / 2 rows. A data set is read in a shuffled order, in another one each time that it was
-    read to its end. So small ones are repeated, and large ones perhaps never finished; an epoch of the loader is as
-    many rows as there are.
+    it, of S never more than S / 2 rows where weights are fixed. A data set is read in a shuffled order, in another one
+    each time that it was read to its end. So small ones are repeated, and large ones perhaps never finished; an epoch
+    of the loader is as many rows as there are.
 
     Which rows batch i has is a function of the key, i and the batch size; orders take no memory. Weights that follow a
     function are asked for every batch before once, when a run is resumed (10 us each), and up to 4,096 batches ahead.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fds.data.token_batches import as_lengths
+from fds.data.tokens import as_tokens
 from fds.errors import DataError, checked_call, is_int
 
 IGNORED = -100  # a target that is none, for `cross_entropy`
@@ -144,8 +145,8 @@ class PackedRows:
         out = np.full((4, self.packing.row_tokens), [[self.pad], [IGNORED], [0], [-1]], np.int64)
         place = 0
         for number, (document, begin, length) in enumerate(self.packing.pieces(row)):
-            tokens = np.asarray(self.dataset[document])
-            if tokens.ndim != 1 or len(tokens) < begin + length:
+            tokens = as_tokens(self.dataset[document], f"dataset[{document}]")
+            if len(tokens) < begin + length:
                 got, want = f"{tokens.dtype} {tokens.shape}", f"({begin + length},) tokens or more, as `lengths` says"
                 raise DataError("a document of another length", where=f"dataset[{document}]", got=got, want=want)
             following = tokens[begin + 1 : begin + length + 1]
@@ -181,8 +182,8 @@ def packed(
     >>> [x.tolist() for x in rows[0].values()]
     [[1, 2, 3, 4, 5, 0], [2, 3, -100, 5, -100, -100], [0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 1, -1]]
     """
-    if not is_int(pad):
-        raise DataError("not a token", where="pad", got=repr(pad), want="an int")
+    if not is_int(pad) or not -(2**63) <= pad < 2**63:
+        raise DataError("not a token", where="pad", got=repr(pad), want="an int of 64 bits")
     if lengths is None:
         lengths = getattr(dataset, "lengths", None)
     try:

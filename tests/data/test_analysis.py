@@ -445,3 +445,17 @@ def test_deepspeeds_analyser_finds_the_same(tmp_path):
     np.testing.assert_array_equal(TokenFile(f"{stem}_sample_to_metric").tokens, ours["length"].values)
     their_counts = TokenFile(tmp_path / "theirs" / "counts" / "counts_metric_value").tokens
     np.testing.assert_array_equal(their_counts, ours["counts"])
+
+
+def test_rarities_by_functions_of_one_name_have_counts_of_their_own(tmp_path):
+    of = lambda key: lambda sample: sample[key]
+    metrics = {key: VocabularyRarity(4, of(key)) for key in "ab"}
+    measured = analyse([{"a": [1, 1], "b": [2, 3]}] * 5, metrics, tmp_path, show=False)
+    want = {"a": [0.0] * 5, "b": [2 * np.log(2)] * 5}
+    for key in "ab":
+        np.testing.assert_allclose(measured[key].values, want[key], rtol=1e-14)
+
+
+def test_integers_that_floats_of_the_same_chunk_would_round_are_refused(tmp_path):
+    with pytest.raises(DataError, match="float64 does not have"):
+        analyse(range(600), {"x": lambda i: 2**53 + 1 if i < 256 else 0.5}, tmp_path, show=False)

@@ -210,3 +210,15 @@ def test_a_schedule_that_failed_once_leaves_nothing_half_done():
         interrupted.rows(1, 40)
     assert interrupted.rows(1, 40).tolist() == sampler().rows(1, 40).tolist()
     assert set(interrupted.rows(1, 400)) == set(range(9))
+
+
+@pytest.mark.parametrize(("level", "want"), [(np.float32(50), 2), (math.inf, 5), (torch.tensor(60.0), 3)])
+def test_hundredths_may_be_any_number(level, want):
+    sampler = CurriculumSampler({"x": [3, 1, 2, 5, 4]}, {"x": lambda step: level}, difficulty="percentile")
+    assert len(set(sampler.rows(0, 50).tolist())) == want
+
+
+@pytest.mark.parametrize("level", [-math.inf, 10**400])
+def test_difficulties_without_end_are_refused(level):
+    with pytest.raises(DataError):
+        CurriculumSampler({"x": [3, 1, 2]}, {"x": lambda step: level}, difficulty="percentile")

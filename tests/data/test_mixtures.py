@@ -154,3 +154,8 @@ def test_what_is_no_mixture_is_refused(datasets, weights, where):
     with pytest.raises(DataError) as refused:
         mixture(datasets, weights)
     assert refused.value.where == where
+
+
+def test_weights_whose_sum_float64_does_not_have_are_refused():
+    with pytest.raises(DataError, match="not weights"):
+        mixture([WEB, CODE], [1e308, 1e308])

@@ -268,3 +268,14 @@ def test_what_cannot_be_packed_or_scaled_is_refused(wrong, where):
     with pytest.raises(DataError) as refused:
         wrong()
     assert refused.value.where == where
+
+
+@pytest.mark.parametrize("documents", [[[1.5, 2.5]], ["ab"], [torch.tensor([1.0, 2.0], requires_grad=True)]])
+def test_documents_that_are_no_integers_are_refused_and_not_rounded(documents):
+    with pytest.raises(DataError, match="not a sequence of tokens"):
+        packed(documents, 4)[0]
+
+
+def test_a_token_for_padding_that_is_too_large_is_refused():
+    with pytest.raises(DataError, match="not a token"):
+        packed([[1]], 4, pad=2**70)
