@@ -23,6 +23,7 @@ from typing import Any
 
 import attrs
 import numpy as np
+import torch
 from rich.console import Console
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
@@ -320,7 +321,7 @@ def _about(dataset: Any) -> dict[str, Any]:
 
 
 def _content(leaf: Any) -> bytes:
-    if isinstance(leaf, Tensor):
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
         leaf = leaf.detach().cpu().float().numpy() if leaf.is_floating_point() else leaf.detach().cpu().numpy()
     if isinstance(leaf, np.ndarray) and leaf.dtype != object:
         return f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes()

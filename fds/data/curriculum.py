@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fds import random
 from fds.data.metric_files import SampleMetric
-from fds.data.orders import key_words, permutation, permute_each
+from fds.data.orders import check_count, key_words, permutation, permute_each
 from fds.errors import DataError, checked_call, did_you_mean, expanded
 
 DIFFICULTIES, CLUSTERINGS = ("value", "percentile"), ("schedule_based", "single_cluster")
@@ -111,6 +111,7 @@ class CurriculumSampler:
 
     def num_batches(self, size: int) -> int:
         """Return the number of batches of `size` rows after which as many rows were drawn as there are samples."""
+        check_count("size", size, 1)
         return max(self.num_samples // size, 1)
 
     def difficulties(self, batch: int | Tensor) -> dict[str, Any]:
@@ -118,7 +119,9 @@ class CurriculumSampler:
         return {name: _difficulty(name, schedule, int(batch) + 1) for name, schedule in self.schedules.items()}
 
     def rows(self, batch: int, size: int) -> np.ndarray:
-        """Return the samples of a batch, `(size,) int64`."""
+        """Return the samples of a batch, `(size,) int64`. Raises `DataError` for no counts, and for damaged files."""
+        check_count("batch", batch, 0)
+        check_count("size", size, 1)
         if self._pid != os.getpid() and self._arrivals is not None:  # a fork writes its own file
             self._restart()
         self._advance(batch)
@@ -130,7 +133,11 @@ class CurriculumSampler:
         rounds, at = np.divmod(number, sizes)
         words = key_words(random.fold_in(self.key, "clusters"), cluster, rounds)
         position = np.array(self._firsts)[cluster] + permute_each(words, sizes, at)
-        return position if self._samples is None else self._samples[position].astype(np.int64)
+        samples = position if self._samples is None else self._samples[position].astype(np.int64)
+        if samples.min() < 0 or samples.max() >= self.num_samples:
+            got, want = f"sample {samples.min()} or {samples.max()}", f"0 to {self.num_samples - 1}"
+            raise DataError("the order is damaged", where=", ".join(self._sorted), got=got, want=want)
+        return samples
 
     def _restart(self) -> None:
         """Forget what was computed of the past: all of it follows from the arguments."""
@@ -345,9 +352,16 @@ def _sorted(name: str, metric: Any, needed: bool) -> SortedSamples:
     if order.shape != values.shape or order.dtype.kind not in "iu":
         got, want = f"{order.dtype} {order.shape}", f"integers {values.shape}"
         raise DataError("the order is not of these samples", where=where, got=got, want=want)
-    if values.dtype.kind == "f" and np.isnan(values[order[-1]]):  # NaN is sorted last
+
+    def value_at(position: int) -> Any:
+        sample = int(order[position])
+        if not 0 <= sample < len(values):
+            raise DataError("the order is damaged", where=where, got=f"sample {sample}", want=f"0 to {len(values) - 1}")
+        return values[sample]
+
+    if values.dtype.kind == "f" and np.isnan(value_at(-1)):  # NaN is sorted last
         raise DataError("a sample's metric is NaN", where=where, got=f"sample {order[-1]}", want="numbers")
-    return SortedSamples(order, lambda position: values[order[position]])
+    return SortedSamples(order, value_at)
 
 
 def _mapped(path: str, where: str) -> np.ndarray:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from fds import random
-from fds.data.orders import Ordering, Orders, Stream, check_sampler, is_batch_order
+from fds.data.orders import Ordering, Orders, Stream, check_count, check_sampler, is_batch_order
 from fds.data.shares import Coordinate, PerMicrobatch, Shares, Workers, coordinate_on
 from fds.errors import DataError, is_int
 
@@ -84,9 +84,9 @@ class DistributedLoader:
         check_sampler(self.sampler)
         key = random.key(self.seed)
         for name, least in (("batch_size", 1), ("num_microbatches", 1), ("num_workers", 0), ("start", 0)):
-            _check_count(name, getattr(self, name), least)
+            check_count(name, getattr(self, name), least)
         if self.prefetch_factor is not None:
-            _check_count("prefetch_factor", self.prefetch_factor, 1)
+            check_count("prefetch_factor", self.prefetch_factor, 1)
         for name in ("persistent_workers", "prefetch_factor"):
             if getattr(self, name) and not self.num_workers:
                 raise DataError("there are no workers", where=name, got="num_workers=0", want="num_workers=1 or more")
@@ -112,7 +112,7 @@ class DistributedLoader:
         Raises `DataError` for anything else.
         """
         position = _position(at)
-        _check_count("start", position, 0)
+        check_count("start", position, 0)
         self._live_workers()
         other = copy.copy(self)
         object.__setattr__(other, "start", position)
@@ -191,11 +191,6 @@ def _check_dataset(dataset: Any) -> None:
         len(dataset)
     except (TypeError, NotImplementedError):
         raise DataError("the data set has no length", got=type(dataset).__name__, want="len(dataset)") from None
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if not is_int(value, least):
-        raise DataError("not a count", where=name, got=repr(value), want=f"an int, {least} or more")
 
 
 def _position(at: Any) -> int:

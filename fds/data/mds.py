@@ -100,6 +100,8 @@ class _Shard:
             got = f"{said['format']!r}, version {said['version']}"
             raise DataError("another format than MDS", where=str(folder), got=got[:80], want="'mds', version 2")
         self.file, self.samples = folder / Path(said["raw_data"]["basename"]).name, int(said["samples"])
+        if any(size is not None and int(size) < 0 for size in said["column_sizes"]):
+            raise ValueError("a column of fewer than 0 bytes")
         self.columns = [
             (name, size and int(size), _decoder(str(encoding), name))
             for name, encoding, size in zip(

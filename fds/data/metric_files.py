@@ -65,6 +65,8 @@ class SampleMetric:
 
         Raises `DataError` for what is no number.
         """
+        if isinstance(value, int) and abs(value) >= 1 << 64:  # NumPy compares no larger ones
+            value = math.inf if value > 0 else -math.inf
         if not isinstance(value, int | float | np.number) or math.isnan(value):
             raise DataError("not a value", where=f"count_upto, {self.name!r}", got=repr(value)[:80], want="a number")
         if not self.distinct[0] <= value < self.distinct[-1]:

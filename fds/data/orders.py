@@ -284,6 +284,12 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     return x ^ x >> np.uint64(33)
 
 
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raise `DataError` for what is no int of `least` or more."""
+    if not is_int(value, least):
+        raise DataError("not a count", where=name, got=repr(value)[:60], want=f"an int, {least} or more")
+
+
 LAST = ("drop", "keep", "wrap")
 
 

@@ -189,9 +189,11 @@ def packed(
     try:
         lengths = [len(dataset[i]) for i in range(len(dataset))] if lengths is None else lengths
         number = len(dataset)
-    except TypeError:
+    except (TypeError, KeyError):
         got, want = type(dataset).__name__, "documents with a length each, dataset[i], and len(dataset)"
         raise DataError("not a data set of documents", where="dataset", got=got, want=want) from None
+    if not hasattr(lengths, "__len__"):
+        raise DataError("not lengths of documents", where="lengths", got=type(lengths).__name__, want="a sequence")
     if len(lengths) != number:
         got, want = f"{len(lengths)} lengths", f"{number}, one for each document"
         raise DataError("lengths of other documents", where="lengths", got=got, want=want)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fds import random
-from fds.data.orders import permutation, permute
-from fds.errors import DataError, checked_call, did_you_mean, is_int, is_number
+from fds.data.orders import check_count, permutation, permute
+from fds.errors import DataError, checked_call, did_you_mean, is_number
 
 ORDERS = ("dataloader", "random", "seqlen", "bucketed")
 METHODS = {"linear": lambda factor: factor, "sqrt": np.sqrt}
@@ -36,7 +37,8 @@ class TokenBatches:
         return len(self.samples)
 
     def rows(self, batch: int, size: int) -> list[np.ndarray]:
-        """Return the row numbers of each of the `size` microbatches of a batch."""
+        """Return the row numbers of each of the `size` microbatches of a batch. Raises `DataError` for no counts."""
+        check_count("batch", batch, 0)
         firsts, number = self._firsts(size), self.num_batches(size)
         epoch, place = divmod(batch, number)
         first = size * int(self._order(epoch, number, np.array([place]))[0])
@@ -69,11 +71,11 @@ class TokenBatches:
 
         Raises `DataError`.
         """
-        if not callable(schedule) and not is_number(schedule):
+        if not callable(schedule) and not (is_number(schedule) and math.isfinite(schedule)):
             want = "a number, or a function of t"
             raise DataError("not a learning rate", where="schedule", got=repr(schedule)[:60], want=want)
-        _check_count("base", base, 1)
-        if method not in METHODS:
+        check_count("base", base, 1)
+        if not isinstance(method, str) or method not in METHODS:
             want, hint = " or ".join(map(repr, METHODS)), did_you_mean(str(method), METHODS)
             raise DataError("unknown way to scale a rate", where="method", got=repr(method), want=want, hint=hint)
         rows = np.concatenate([self.num_rows(epoch, size) for epoch in range(1 if self.key is None else _EPOCHS)])
@@ -86,6 +88,7 @@ class TokenBatches:
 
     def _firsts(self, size: int) -> np.ndarray:
         """Return where microbatches begin, a multiple of `size`: those of most rows are halved until it fits."""
+        check_count("size", size, 1)
         if size not in self._divided:
             sizes = np.diff(self.firsts)
             lacking = -len(sizes) % size
@@ -174,7 +177,7 @@ def batches_by_tokens(
     tokens = as_lengths(lengths)
     for name, count in (("max_tokens", max_tokens), ("min_rows", min_rows), ("max_rows", max_rows)):
         if name != "max_rows" or count is not None:
-            _check_count(name, count, 1)
+            check_count(name, count, 1)
     if max_rows is not None and max_rows < min_rows:
         got = f"min_rows={min_rows}, max_rows={max_rows}"
         raise DataError("a microbatch cannot have so many rows", where="min_rows, max_rows", got=got, want="min <= max")
@@ -234,8 +237,3 @@ def as_lengths(lengths: Any) -> np.ndarray:
         got = f"{tokens.min()}, of row {tokens.argmin()}"
         raise DataError("a row without tokens", where="lengths", got=got, want="1 or more")
     return tokens.astype(np.int64)
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if not is_int(value, least):
-        raise DataError("not a count", where=name, got=repr(value), want=f"an int, {least} or more")

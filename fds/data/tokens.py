@@ -246,6 +246,8 @@ def as_tokens(tokens: Any, where: str) -> np.ndarray:
     if row.ndim != 1 or row.dtype.kind not in "iu":
         got = f"{type(tokens).__name__} of {row.dtype}, shape {row.shape}" if row.ndim else type(tokens).__name__
         raise DataError("not a sequence of tokens", where=where, got=got, want="integers, of one dimension")
+    if row.dtype == np.uint64 and row.max() >= 1 << 63:
+        raise DataError("a token is too large", where=where, got=str(row.max()), want="less than 2^63")
     return row
 
 

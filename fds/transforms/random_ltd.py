@@ -52,6 +52,7 @@ class Keeping:
                 where=f"call {call.calls}",
                 got=repr(kept)[:60],
                 want="an int, 1 or more",
+                hint="schedules of rates give floats: lambda t: 8 keeps 8 tokens in every call",
             )
         return call.base, kept
 

@@ -383,6 +383,16 @@ def test_directories_that_are_damaged_are_refused(tmp_path):
         read_metric(folder, "x")
 
 
+def test_sparse_and_nested_samples_are_told_by_their_kind(tmp_path):
+    samples = [
+        torch.eye(3).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    ]
+    metric = analyse(samples, {"x": lambda sample: sample.is_sparse}, tmp_path, show=False)["x"]
+    assert metric.values.tolist() == [1, 0]
+    assert metric.count_upto(10**400) == 2 and metric.count_upto(-(10**400)) == 0
+
+
 def write_index(folder, rows, values):
     write_tokens(folder / "to_sample", rows, dtype="uint8", codes="deepspeed")
     write_tokens(folder / "to_metric", values, dtype="uint16", codes="deepspeed")

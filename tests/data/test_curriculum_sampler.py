@@ -222,3 +222,16 @@ def test_hundredths_may_be_any_number(level, want):
 def test_difficulties_without_end_are_refused(level):
     with pytest.raises(DataError):
         CurriculumSampler({"x": [3, 1, 2]}, {"x": lambda step: level}, difficulty="percentile")
+
+
+def test_what_are_no_counts_is_refused_and_so_is_a_damaged_order(tmp_path):
+    sampler = CurriculumSampler({"x": [3, 1, 2]}, {"x": lambda step: 9})
+    for wrong in (lambda: sampler.rows(0, 0), lambda: sampler.rows(-1, 2), lambda: sampler.num_batches(0)):
+        with pytest.raises(DataError, match="not a count"):
+            wrong()
+    fds.data.analyse([[1], [1, 2], [1, 2, 3]], {"x": len}, tmp_path, show=False)
+    order = np.load(tmp_path / "x.order.npy", mmap_mode="r+")
+    order[:] = 90
+    order.flush()
+    with pytest.raises(DataError, match="the order is damaged"):
+        CurriculumSampler(tmp_path, {"x": lambda step: 9}).rows(0, 4)
