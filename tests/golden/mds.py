@@ -5,7 +5,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from streaming import MDSWriter
 
 COLUMNS = {
     "text": "str",
@@ -36,6 +35,8 @@ def samples():
 
 
 if __name__ == "__main__":
+    from streaming import MDSWriter  # which other environments lack
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "folder"
         with MDSWriter(out=str(folder), columns=COLUMNS, size_limit=560) as out:
