@@ -14,12 +14,14 @@ from fds.storage.disk.files import check_path, read_errors
 class ArrayRecords:
     """The records of ArrayRecord files, one after another. It needs the package `array_record`.
 
+    A process that is forked cannot read them, such as a worker of `DistributedLoader(num_workers=)`; a spawned one can.
+
     Args:
         paths: of the files, in the order in which their records are counted.
         decode: bytes -> row; None gives the bytes.
 
-    Raises `DataError` where the package is not installed, for paths that are not such files, and for a record that
-    cannot be read.
+    Raises `DataError` where the package is not installed, for paths that are not such files, for a record that cannot
+    be read, and in a forked process.
     """
 
     def __init__(
@@ -50,9 +52,13 @@ class ArrayRecords:
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return rows, whose records are read together."""
         checked = [row_number(i, len(self)) for i in indices]
+        if self._process != os.getpid():  # 0.8.6 ends a forked process whose parent has opened files
+            got, want = (
+                "a worker of num_workers=",
+                "num_workers=0, which waits for memory at most, or a spawned process",
+            )
+            raise DataError("the package of ArrayRecord cannot read in a forked process", got=got, want=want)
         try:
-            if self._process != os.getpid():  # a worker that was forked must not share readers with its parent
-                self._process, self._source = os.getpid(), self._opened()
             records = self._source.__getitems__(checked)
         except Exception as error:
             raise DataError("records cannot be read", where=f"{self.paths[0]} ...", got=str(error)[:200]) from error
