@@ -42,10 +42,11 @@ from fds.data.metric_files import (
     write_total,
 )
 from fds.data.metrics import Metric, PerSample, Samples, add, named
+from fds.data.orders import check_count
 from fds.data.tokens import TokenDocuments, TokenFile, TokenWindows
 from fds.display.progress import Interrupt
 from fds.display.screens import View, screen_for
-from fds.errors import DataError, FdsError, is_int
+from fds.errors import DataError, FdsError
 from fds.storage.disk.files import check_path
 from fds.storage.ranks.exchange import Ranks
 
@@ -189,8 +190,7 @@ class _Analysis:
     def of(cls, dataset: Any, metrics: Any, out: Any, workers: Any, ranks: Ranks, show: bool) -> _Analysis:
         with ranks.together() as exchange:
             folder = check_path(out, "out").absolute()
-            if not is_int(workers, 0):
-                raise DataError("not a count", where="workers", got=repr(workers), want="an int, 0 or more")
+            check_count("workers", workers, 0)
             analysis = cls(dataset, _checked(metrics), folder, workers, ranks, show, _about(dataset))
             exchange.mine = {"data set": str(analysis.about), "metrics": str(analysis.metrics)}
         ranks.check_equal(exchange.all)

@@ -95,25 +95,25 @@ class MDSFolder:
 class _Shard:
     """A file of samples, of the record that an index has of it."""
 
-    def __init__(self, folder: Path, said: dict[str, Any]):
-        if said["format"] != "mds" or said["version"] != 2:
-            got = f"{said['format']!r}, version {said['version']}"
+    def __init__(self, folder: Path, record: dict[str, Any]):
+        if record["format"] != "mds" or record["version"] != 2:
+            got = f"{record['format']!r}, version {record['version']}"
             raise DataError("another format than MDS", where=str(folder), got=got[:80], want="'mds', version 2")
-        self.file, self.samples = folder / Path(said["raw_data"]["basename"]).name, int(said["samples"])
-        if any(size is not None and int(size) < 0 for size in said["column_sizes"]):
+        self.file, self.samples = folder / Path(record["raw_data"]["basename"]).name, int(record["samples"])
+        if any(size is not None and int(size) < 0 for size in record["column_sizes"]):
             raise ValueError("a column of fewer than 0 bytes")
         self.columns = [
             (name, size and int(size), _decoder(str(encoding), name))
             for name, encoding, size in zip(
-                said["column_names"], said["column_encodings"], said["column_sizes"], strict=True
+                record["column_names"], record["column_encodings"], record["column_sizes"], strict=True
             )
         ]
         if not self.file.exists():
-            packed = said.get("zip_data") is not None
+            packed = record.get("zip_data") is not None
             what = "samples are packed" if packed else "a file of samples is missing"
             hint = "iterate streaming.StreamingDataset(local=...) once: it unpacks them" if packed else ""
             raise DataError(what, where=str(folder), want=self.file.name, hint=hint)
-        size, want = self.file.stat().st_size, int(said["raw_data"]["bytes"])
+        size, want = self.file.stat().st_size, int(record["raw_data"]["bytes"])
         if size != want or want < 4 * (self.samples + 2) or self.samples < 0:
             got, wanted = f"{size:,} bytes for {self.samples:,} samples", f"{want:,} bytes, as index.json says"
             raise DataError("a file of samples is damaged", where=str(self.file), got=got, want=wanted)

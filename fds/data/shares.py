@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate,
 from fds import random
 from fds.collectives import Axis
 from fds.data.mixtures import Mixture
-from fds.data.orders import Orders, Stream
-from fds.errors import DataError, is_int
+from fds.data.orders import Orders, Stream, check_count
+from fds.errors import DataError
 from fds.microbatches import Microbatches
 
 
@@ -91,8 +91,7 @@ def per_microbatch(collate: Callable[[list], Any], num_microbatches: int) -> Per
     >>> per_microbatch(longest, 2)(["a", "abc", "ab", "a"]).parts
     (3, 2)
     """
-    if not is_int(num_microbatches, 1):
-        raise DataError("not a count", where="num_microbatches", got=repr(num_microbatches), want="an int, 1 or more")
+    check_count("num_microbatches", num_microbatches, 1)
     if not callable(collate):
         raise DataError("collate is not a function", where="collate", got=repr(collate)[:60], want="rows -> batch")
     return PerMicrobatch(collate, num_microbatches)

@@ -51,6 +51,11 @@ class Block:
         yield from zip((*self.arguments, *[""] * len(args)), args, strict=False)
         yield from sorted(kwargs.items(), key=lambda pair: pair[0] != next(iter(self.arguments), ""))
 
+    def first(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return what a call gives for the first argument, and the tensor in it that the block changes."""
+        argument = next(self.named(args, kwargs))[1]
+        return argument, first_of(argument)
+
 
 def first_of(value: Any) -> Any:
     """Return the first of a tuple or list, and what is neither as it is: the tensor that a layer changes."""

@@ -47,8 +47,7 @@ class Dropping:
         """Run a layer and divide what it adds by the probability of that, or skip it."""
         words, falling = plan
         keep = 1 - block.place / block.total * (1 - falling)
-        argument = next(block.named(args, kwargs))[1]
-        x = losses.first_of(argument)
+        argument, x = block.first(args, kwargs)
         if not isinstance(x, Tensor):
             raise _other(block, f"{type(x).__name__} as its input", "a tensor, or a tuple that begins with one")
         runs = random.seed(words, block.name) < keep * 2**63

@@ -67,8 +67,7 @@ class Keeping:
     ) -> Any:
         """Run a layer on the tokens that it keeps, and put what it returns in their places."""
         words, kept = plan
-        argument = next(block.named(args, kwargs))[1]
-        x = losses.first_of(argument)
+        argument, x = block.first(args, kwargs)
         if not isinstance(x, Tensor) or x.dim() < 2 or (x.dim() < 3 and kept < x.shape[self.order == "batch_seq"]):
             raise LossError(
                 "random_ltd: a layer is given something else than tokens",
