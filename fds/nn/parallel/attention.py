@@ -60,9 +60,11 @@ def ring_attention(
 
 def _of_all(x: Tensor | None, axis: Axis) -> Tensor | None:
     """Return a mask (B, S/N) of this rank's tokens, or their documents, of the tokens of all ranks, (B, S)."""
-    if x is None or x.dtype != torch.bool:
-        return None if x is None else all_gather(x.contiguous(), axis, 1)
-    return all_gather(x.view(torch.uint8), axis, 1).view(torch.bool)
+    if x is None:
+        return None
+    if x.dtype == torch.bool:
+        return all_gather(x.view(torch.uint8), axis, 1).view(torch.bool)
+    return all_gather(x.contiguous(), axis, 1)
 
 
 def seen_part(source: int, axis: Axis, length: int, causal: bool, layout: Layout) -> tuple[slice, slice, bool] | None:
