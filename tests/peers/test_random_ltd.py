@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fds
-from fds.nn.kept_tokens import Tokens
+from tests import subsets
 
 pytestmark = pytest.mark.peers
 ROWS, TOKENS, KEPT, WIDTH = 3, 10, 4, 16
@@ -84,16 +84,7 @@ def by_hand(kind, made, rows, indices):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Return a list of the subsets that are drawn."""
-    indices, draw = [], Tokens.drawn
-
-    def noting(*args, **kwargs):
-        tokens = draw(*args, **kwargs)
-        indices.append(tokens.index)
-        return tokens
-
-    monkeypatch.setattr(Tokens, "drawn", noting)
-    return indices
+    return subsets.noted(monkeypatch)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -12,6 +12,7 @@ from fds import plans
 from fds.errors import ComposeError, LossError, ScheduleError
 from fds.loss import Block as Named
 from fds.nn.kept_tokens import Tokens
+from tests import subsets
 from tests.bits import assert_same_bits
 
 ROWS, S, WIDTH, HEADS, MICROBATCHES, CALLS, LR = 8, 6, 8, 2, 4, 4, 0.5
@@ -71,16 +72,7 @@ def plain():
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Return a list of the subsets that are drawn."""
-    indices, draw = [], Tokens.drawn
-
-    def noting(*args, **kwargs):
-        tokens = draw(*args, **kwargs)
-        indices.append(tokens.index)
-        return tokens
-
-    monkeypatch.setattr(Tokens, "drawn", noting)
-    return indices
+    return subsets.noted(monkeypatch)
 
 
 def test_the_loop_written_by_hand_that_gathers_the_same_tokens(drawn):
