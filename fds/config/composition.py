@@ -183,8 +183,8 @@ def _sharding(config: Groups, axes: Mapping[str, int], embeddings: Sequence[str]
     communication, copies = config.communication, axes.get("replicate", 1) > 1
     rows = {name: FunctionCall("transports.rows") for name in embeddings} if _sends_rows(config) else {}
     factor = communication.gradient_predivide_factor
-    own, several = data_ranks(axes) * axes.get("sp", 1), axes.get("node", 1) > 1
-    predivide = float(own) if communication.prescale_gradients else factor if factor != 1 else None
+    num_ranks, several = data_ranks(axes) * axes.get("sp", 1), axes.get("node", 1) > 1
+    predivide = float(num_ranks) if communication.prescale_gradients else factor if factor != 1 else None
     in_node = "dp,sp" if axes.get("sp", 1) > 1 else "dp"
     return FunctionCall.of(
         "shard_optimizer",
@@ -235,8 +235,8 @@ def _sizes(config: Groups) -> dict[str, int]:
     a parameter larger than the bound.
     """
     zero = config.zero_optimization
-    given = [zero[name] for name in ("reduce_bucket_size", "allgather_bucket_size") if name in zero.given]
-    out = {"bucket_bytes": 4 * min(n for n in given if n)} if any(given) else {}
+    bucket_sizes = [zero[name] for name in ("reduce_bucket_size", "allgather_bucket_size") if name in zero.given]
+    out = {"bucket_bytes": 4 * min(n for n in bucket_sizes if n)} if any(bucket_sizes) else {}
     if zero.stage < 3:
         return out
     live = zero.stage3_max_live_parameters if "stage3_max_live_parameters" in zero.given else 0
@@ -273,16 +273,16 @@ def _recomputation(config: Groups, axes: Mapping[str, int]) -> FunctionCall | No
 
     As in DeepSpeed, a buffer for them alone makes no layer be computed again.
     """
-    every, asked = config.pipeline.activation_checkpoint_interval, config.activation_checkpointing
+    interval, asked = config.pipeline.activation_checkpoint_interval, config.activation_checkpointing
     store = "host" if asked.cpu_checkpointing else "device"
     partition = AxisOf("tp") if asked.partition_activations and axes.get("tp", 1) > 1 else None
-    if not every and store == "device" and partition is None:
+    if not interval and store == "device" and partition is None:
         return None
     contiguous = asked.contiguous_memory_optimization
     return FunctionCall.of(
         "checkpoint_activations",
         store=store,
-        every=max(every, 1),
+        every=max(interval, 1),
         partition=partition,
         contiguous=contiguous,
         number=(asked.number_checkpoints or None) if contiguous else None,
@@ -372,8 +372,8 @@ def offload_call(config: Groups, *, low: bool) -> FunctionCall | None:
     param = _medium(config, zero.offload_param)
     if optimizer is None and param is None:
         return None
-    given = zero.offload_optimizer if optimizer is not None else None
-    part, ahead = (1.0, False) if given is None else (given.ratio, given.super_offload)
+    group = zero.offload_optimizer if optimizer is not None else None
+    part, ahead = (1.0, False) if group is None else (group.ratio, group.super_offload)
     masters = param or (optimizer if low else None)
     return FunctionCall.of(
         "offload", moments=optimizer, masters=masters, gradients=optimizer, ratio=part, speculate=ahead
@@ -452,4 +452,4 @@ def check_supported(config: Groups) -> None:
 
 def _in(value: object, values: tuple) -> bool:
     """Return whether a value is one of these, where 0 is not False."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)

@@ -60,7 +60,7 @@ class Explanation:
 
     def __str__(self) -> str:
         of_stage = " of its stage" * (self.axes.get("pp", 1) > 1) + " of its pieces" * (self.axes.get("tp", 1) > 1)
-        given = lambda values: (f"{path} = {_json(value)}" for path, value in values.items())
+        lines = lambda values: (f"{path} = {_json(value)}" for path, value in values.items())
         because = lambda values: (f"{path} = {_json(value)}: {self.reasons[path]}" for path, value in values.items())
         unsupported = (f"{path}: {feature}" for path, feature in self.unsupported.items())
         parts = [
@@ -70,7 +70,7 @@ class Explanation:
             _section(f"bytes on each rank, P parameters{of_stage}", self._memory()),
             _section(f"defaults in force, of edition {self.edition}", self._defaults()),
             _section('"auto" without a value: the default', self.auto),
-            _section("given, without effect here", given(self.without_effect)),
+            _section("given, without effect here", lines(self.without_effect)),
             _section("taken by other calls", because(self.elsewhere)),
             _section("not applicable", because(self.not_applicable)),
         ]
@@ -107,8 +107,8 @@ class Explanation:
             yield f"{part.what}: {part.formula()}{numbers}"
 
     def _stage_parameters(self) -> int | None:
-        own = self.axes.get("pp", 1) * self.axes.get("tp", 1)
-        return None if self.num_parameters is None else self.num_parameters // own
+        num_parts = self.axes.get("pp", 1) * self.axes.get("tp", 1)
+        return None if self.num_parameters is None else self.num_parameters // num_parts
 
     def _defaults(self) -> Iterator[str]:
         source = "the documentation says" if self.edition == "0.19.6" else "0.19.6 has"
@@ -125,7 +125,7 @@ def explanation(config: Groups, axes: Mapping[str, int], num_parameters: int | N
     defaults = dict(_defaults(resolved, axes))
     other = "docs" if config.defaults == "0.19.6" else "0.19.6"
     elsewhere, not_applicable = _given_of(config, Elsewhere), _given_of(config, NotApplicable)
-    given = lambda found: {path: value for path, (value, _) in found.items()}
+    values_of = lambda entries: {path: value for path, (value, _) in entries.items()}
     return Explanation(
         program=_program(calls, axes, resolved),
         axes=axes,
@@ -139,8 +139,8 @@ def explanation(config: Groups, axes: Mapping[str, int], num_parameters: int | N
         other_defaults={path: key.of(other) for path, (_, key) in defaults.items() if key.differs},
         auto=tuple(auto_paths(config.to_dict())),
         without_effect=dict(_without_effect(config, calls, axes)),
-        elsewhere=given(elsewhere),
-        not_applicable=given(not_applicable),
+        elsewhere=values_of(elsewhere),
+        not_applicable=values_of(not_applicable),
         reasons={path: reason for path, (_, reason) in {**elsewhere, **not_applicable}.items()},
     )
 
@@ -174,9 +174,9 @@ def _section(title: str, lines: Iterable[str]) -> str:
 
 def _defaults(config: Groups, axes: Mapping[str, int]) -> Iterator[tuple[str, tuple[Any, Key]]]:
     """Yield defaults that affect the training, and their keys."""
-    for path, value, key, given in config.walk():
+    for path, value, key, is_given in config.walk():
         is_argument = isinstance(key.meaning, Argument) and not isinstance(value, Config)
-        if not given and is_argument and _has_effect(config, path, value, axes):
+        if not is_given and is_argument and _has_effect(config, path, value, axes):
             yield path, (value, key)
 
 
@@ -198,8 +198,8 @@ def _given_of(config: Groups, meaning: type) -> dict[str, tuple[Any, str]]:
     """Return the given keys with this kind of meaning: path -> value, and the meaning in words."""
     return {
         path: (value, str(key.meaning).removeprefix("not applicable: ").replace("`", ""))
-        for path, value, key, given in config.walk()
-        if given and isinstance(key.meaning, meaning) and not isinstance(value, Config)
+        for path, value, key, is_given in config.walk()
+        if is_given and isinstance(key.meaning, meaning) and not isinstance(value, Config)
     }
 
 
@@ -212,9 +212,9 @@ def _without_effect(
     """
     unsupported = {path for path, _ in unsupported_keys(config)}
     dispensable: dict[str, Any] = {}
-    for path, value, key, given in config.walk():
+    for path, value, key, is_given in config.walk():
         relevant = isinstance(key.meaning, Argument | NotYet | PartOf) and not isinstance(value, Config | Mapping)
-        if not given or not relevant or path in unsupported or value in (AUTO, key.of(config.defaults)):
+        if not is_given or not relevant or path in unsupported or value in (AUTO, key.of(config.defaults)):
             continue
         if _calls_without(config, {path}, axes) == calls:
             dispensable[path] = value
@@ -311,9 +311,9 @@ def _state(offload: FunctionCall | None, num_slots: int, num_shards: int) -> Ite
     for what, argument, size in (("master weights", "masters", 4), ("optimizer state", "moments", 4 * num_slots)):
         for place, share in _shares(offload, argument).items():
             places.setdefault(place, {})[what] = share * size / num_shards
-    for place, held in places.items():
-        if held:
-            yield RankMemory(f"{' and '.join(held)}{_among(num_shards)}{place}", sum(held.values()))
+    for place, sizes in places.items():
+        if sizes:
+            yield RankMemory(f"{' and '.join(sizes)}{_among(num_shards)}{place}", sum(sizes.values()))
 
 
 def _shares(offload: FunctionCall | None, argument: str) -> dict[str, float]:

@@ -155,8 +155,8 @@ def key(
 ) -> Any:
     """Return the attrs field of a key; the arguments are described in `Key`, `type` is for one without annotation."""
     spellings = old if isinstance(old, Mapping) else dict.fromkeys(old, same)
-    known = Key(doc, meaning, unit, default, documented, low, high, over, under, spellings, flat, null)
-    return attrs.field(default=ABSENT, kw_only=True, type=type, metadata={"key": known})
+    key_ = Key(doc, meaning, unit, default, documented, low, high, over, under, spellings, flat, null)
+    return attrs.field(default=ABSENT, kw_only=True, type=type, metadata={"key": key_})
 
 
 @functools.cache
@@ -170,6 +170,6 @@ def keys(cls: type) -> dict[str, tuple[Any, Key]]:
 def flat_keys(cls: type) -> dict[str, tuple[Any, Key]]:
     """Return name -> (type, key) of everything in a record's JSON object, including the keys of flat groups."""
     out = {}
-    for name, (type_, known) in keys(cls).items():
-        out.update(keys(type_) if known.flat else {name: (type_, known)})
+    for name, (type_, key_) in keys(cls).items():
+        out.update(keys(type_) if key_.flat else {name: (type_, key_)})
     return out

@@ -138,15 +138,15 @@ def _build(value: Any, mesh: Mesh | None) -> Any:
     if isinstance(value, Name):
         return FUNCTIONS[value.path]
     if isinstance(value, dict):
-        return {name: _build(one, mesh) for name, one in value.items()}
-    return tuple(_build(one, mesh) for one in value) if isinstance(value, tuple) else value
+        return {name: _build(item, mesh) for name, item in value.items()}
+    return tuple(_build(item, mesh) for item in value) if isinstance(value, tuple) else value
 
 
 def _source(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_source, value))}{',' * (len(value) == 1)})"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name!r}: {_source(one)}" for name, one in value.items()) + "}"
+        return "{" + ", ".join(f"{name!r}: {_source(item)}" for name, item in value.items()) + "}"
     return str(value) if isinstance(value, FunctionCall | AxisOf | Name) else repr(value)
 
 

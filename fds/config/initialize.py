@@ -166,7 +166,7 @@ def _data_axis(mesh: Mesh) -> Any:
 
 
 def _check_tensor_axis(step: Step, mesh: Mesh) -> None:
-    if mesh.shape.get("tp", 1) > 1 and not any(one.role == "tensor" for one in step.dimensions.entries):
+    if mesh.shape.get("tp", 1) > 1 and not any(entry.role == "tensor" for entry in step.dimensions.entries):
         raise MeshError(
             "nothing divides the model over an axis of the mesh",
             where="mesh, tensor_parallel.autotp_size",

@@ -181,7 +181,7 @@ def _value(type_: Any, value: Any, path: str) -> Any:
     of = typing.get_args(type_)
     named = typing.get_origin(type_) is dict and isinstance(of[1], type) and issubclass(of[1], Config)
     if named and isinstance(value, Mapping):
-        return {name: _known(of[1], one, f"{path}.{name}.") for name, one in value.items()}
+        return {name: _known(of[1], group, f"{path}.{name}.") for name, group in value.items()}
     return value
 
 

@@ -47,7 +47,7 @@ class Config:
 
     if TYPE_CHECKING:  # the fields of most records are rows of a table
 
-        def __init__(self, *, defaults: Edition = "0.19.6", **given: Any) -> None: ...
+        def __init__(self, *, defaults: Edition = "0.19.6", **values: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
 
     def __attrs_post_init__(self) -> None:
@@ -58,15 +58,15 @@ class Config:
                 got=repr(self.defaults),
                 want=" or ".join(map(repr, EDITIONS)),
             )
-        given = set()
+        names = set()
         for name, (type_, key) in keys(type(self)).items():
             value = getattr(self, name)
             if value is not ABSENT:
-                given.add(name)
+                names.add(name)
             else:
                 value = key.of(self.defaults)
             object.__setattr__(self, name, _structure(value, type_, key, name, self.defaults))
-        object.__setattr__(self, "given", frozenset(given))
+        object.__setattr__(self, "given", frozenset(names))
         self.check()
 
     @classmethod
@@ -108,14 +108,14 @@ class Config:
             if not switch or self[switch] is True:
                 check(self, *paths)
 
-    def resolve(self, **known: Any) -> Self:
+    def resolve(self, **arguments: Any) -> Self:
         """Return the record with inferred values filled in; `"auto"` becomes the default."""
         return type(self)(**{n: _resolve(v) for n, v in self._given_items() if v != AUTO}, defaults=self.defaults)
 
-    def is_valid(self, **known: Any) -> bool:
+    def is_valid(self, **arguments: Any) -> bool:
         """Return whether `resolve` with the same arguments succeeds."""
         try:
-            self.resolve(**known)
+            self.resolve(**arguments)
         except ConfigError:
             return False
         return True
@@ -149,7 +149,7 @@ def _text(config: Config) -> str:
 def record_of(type_: Any) -> type[Config] | None:
     """Return the record class in a type, or None if there is none: `ZeroConfig` for `ZeroConfig | None`."""
     options = typing.get_args(type_) if is_union(type_) else (type_,)
-    records = [one for one in options if isinstance(one, type) and issubclass(one, Config)]
+    records = [option for option in options if isinstance(option, type) and issubclass(option, Config)]
     return records[0] if records else None
 
 
@@ -232,7 +232,10 @@ def _structure(value: Any, type_: Any, key: Key, name: str, edition: Edition) ->
             raise ConfigError(
                 "a value has the wrong type", where=name, got=repr(value)[:80], want="an object of objects"
             )
-        return {one: _record_at(f"{name}.{one}.", inner, of[1], edition) for one, inner in value.items()}
+        return {
+            group_name: _record_at(f"{name}.{group_name}.", group, of[1], edition)
+            for group_name, group in value.items()
+        }
     if isinstance(value, str) and value == AUTO:
         return value
     if isinstance(value, int) and value.bit_length() > 63:  # a float, and the text of the number, may not exist
@@ -296,8 +299,8 @@ def _unstructure(value: Any, full: bool) -> Any:
     if isinstance(value, Config):
         return value.to_dict(full=full)
     if isinstance(value, Mapping):
-        return {name: _unstructure(one, full) for name, one in value.items()}
-    return [_unstructure(one, full) for one in value] if isinstance(value, tuple | list) else value
+        return {name: _unstructure(item, full) for name, item in value.items()}
+    return [_unstructure(item, full) for item in value] if isinstance(value, tuple | list) else value
 
 
 def convert(value: Any, type_: Any) -> Any:
@@ -316,7 +319,9 @@ def is_union(type_: Any) -> bool:
 def describe_type(type_: Any, *, null: bool = True) -> str:
     """Return a type in words, for error messages; without null if that is not accepted."""
     if is_union(type_):
-        return " or ".join(describe_type(one) for one in typing.get_args(type_) if null or one is not types.NoneType)
+        return " or ".join(
+            describe_type(option) for option in typing.get_args(type_) if null or option is not types.NoneType
+        )
     if typing.get_origin(type_) is Literal:
         return " or ".join(map(repr, typing.get_args(type_)))
     if typing.get_origin(type_) is tuple:
@@ -336,7 +341,7 @@ def _check(valid: bool, value: Any) -> Any:
 
 def _literal(value: Any, type_: Any) -> Any:
     options = typing.get_args(type_)
-    equal = [one for one in options if one == value and isinstance(one, bool) == isinstance(value, bool)]
+    equal = [option for option in options if option == value and isinstance(option, bool) == isinstance(value, bool)]
     return _check(bool(equal), equal)[0]
 
 

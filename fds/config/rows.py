@@ -68,7 +68,7 @@ def declare(namespace: dict[str, Any], table: str, *modules: ModuleType) -> dict
                 check, *paths = words.split()
                 cls.checks += ((_CHECKS.get(check) or namespace[f"_check_{check}"], paths, switch),)
                 continue
-            for row in [rows[one] for one in line[2:].split(", ")] if line.startswith("= ") else [line]:
+            for row in [rows[field] for field in line[2:].split(", ")] if line.startswith("= ") else [line]:
                 rows[row.partition(":")[0]] = row
                 fields |= _field(row, usual, reasons, names)
         namespace[name] = out[name] = attrs.frozen(cls, these=fields, slots=False)

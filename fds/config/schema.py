@@ -41,8 +41,8 @@ def options(type_: Any) -> Iterator[dict[str, Any]]:
     """Yield the schemas of the alternatives of a type; none for `Any`."""
     origin, of = typing.get_origin(type_), typing.get_args(type_)
     if origin in (types.UnionType, typing.Union):
-        for one in of:
-            yield from options(one)
+        for alternative in of:
+            yield from options(alternative)
     elif origin is Literal:
         yield {"enum": list(of)}
     elif origin is tuple:
@@ -62,11 +62,11 @@ def alternatives(type_: Any, key: Key) -> list[dict[str, Any]]:
     schemas = list(options(type_))
     if key.null is None:
         return schemas
-    return [one for one in schemas if one != {"type": "null"}] + [{"type": "null"}] * key.null
+    return [schema for schema in schemas if schema != {"type": "null"}] + [{"type": "null"}] * key.null
 
 
 def _record(cls: type[Config], records: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    known = flat_keys(cls)
+    fields = flat_keys(cls)
     out = {
         "type": "object",
         "description": _first_line(cls),
@@ -74,12 +74,12 @@ def _record(cls: type[Config], records: dict[str, dict[str, Any]]) -> dict[str, 
         "patternProperties": {COMMENT: True},
         "additionalProperties": False,
     }
-    for name, (type_, key) in known.items():
+    for name, (type_, key) in fields.items():
         out["properties"][name] = _key(type_, key)
         _add(type_, records)
-    old = {spelling: name for name, (_, key) in known.items() for spelling in key.old if spelling not in known}
+    old = {spelling: name for name, (_, key) in fields.items() for spelling in key.old if spelling not in fields}
     for spelling, name in old.items():
-        out["properties"][spelling] = _old(name, spelling, *known[name])
+        out["properties"][spelling] = _old(name, spelling, *fields[name])
     if old:
         out["dependentSchemas"] = {
             spelling: {
@@ -97,12 +97,12 @@ def _add(type_: Any, records: dict[str, dict[str, Any]]) -> None:
     if record is not None and record.__name__ not in records:
         records[record.__name__] = {}  # reserves its position before the records below it
         records[record.__name__] |= _record(record, records)
-    for one in typing.get_args(type_) if record is None else ():
-        _add(one, records)
+    for argument in typing.get_args(type_) if record is None else ():
+        _add(argument, records)
 
 
 def _key(type_: Any, key: Key) -> dict[str, Any]:
-    schemas = [_bounded(one, key) for one in alternatives(type_, key)]
+    schemas = [_bounded(schema, key) for schema in alternatives(type_, key)]
     default = key.default() if callable(key.default) else key.default
     out = {"description": description(key), **_one_of(schemas if _is_group(schemas) else _or_auto(schemas))}
     return out if isinstance(default, Config) else out | {"default": plain(default)}
@@ -127,7 +127,7 @@ def description(key: Key) -> str:
 
 def plain(value: Any) -> Any:
     """Return a default as JSON: tuples as lists."""
-    return [plain(one) for one in value] if isinstance(value, tuple) else value
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _bounded(schema: dict[str, Any], key: Key) -> dict[str, Any]:
@@ -139,12 +139,12 @@ def _bounded(schema: dict[str, Any], key: Key) -> dict[str, Any]:
 
 def _is_group(schemas: list[dict[str, Any]]) -> bool:
     """Return whether a key is a record or a dict of records, which cannot be `"auto"`."""
-    return any("$ref" in one or "$ref" in one.get("additionalProperties", {}) for one in schemas)
+    return any("$ref" in schema or "$ref" in schema.get("additionalProperties", {}) for schema in schemas)
 
 
 def _or_auto(schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add `"auto"` to the alternatives, unless they include it or allow anything."""
-    include = any(AUTO in one.get("enum", ()) or one.get("type") == "string" for one in schemas)
+    include = any(AUTO in schema.get("enum", ()) or schema.get("type") == "string" for schema in schemas)
     return schemas if include or not schemas else [*schemas, {"const": AUTO}]
 
 
@@ -261,7 +261,7 @@ def _parameters() -> Iterator[str]:
     for group, records in parameters().items():
         yield f"## `{group}.params`, by type\n"
         for record in dict.fromkeys(record for _, record in records):
-            names = ", ".join(f"`{name}`" for name, one in records if one is record)
+            names = ", ".join(f"`{name}`" for name, other in records if other is record)
             yield from _section(f"### {names}", _COLUMNS, [_row(*row) for row in every_key(record, f"{group}.params.")])
 
 
@@ -287,13 +287,13 @@ def _contradictions() -> Iterator[str]:
     rows = [(f"`{path}`", _json(key.documented), _json(key.default)) for path, key in differing()]
     yield from _section("", ("key", "documentation", "0.19.6"), rows)
     yield "And what is no key's default:\n"
-    rows = [(one.topic, one.documented, one.code, one.here, f"`{one.test}`") for one in CONTRADICTIONS]
+    rows = [(row.topic, row.documented, row.code, row.here, f"`{row.test}`") for row in CONTRADICTIONS]
     yield from _section("", ("topic", "documentation", "code", "fds", "held by"), rows)
 
 
 def _intended() -> Iterator[str]:
     yield "## Where fds differs from DeepSpeed, and means to\n"
-    rows = [(one.deepspeed, one.here, f"`{one.test}`") for one in INTENDED]
+    rows = [(row.deepspeed, row.here, f"`{row.test}`") for row in INTENDED]
     yield from _section("", ("DeepSpeed", "fds", "held by"), rows)
 
 
@@ -311,17 +311,17 @@ def _type(type_: Any, key: Key) -> str:
 
 
 def _words(schemas: list[dict[str, Any]]) -> str:
-    words = [_word(one) for one in schemas] or ["anything"]
+    words = [_word(schema) for schema in schemas] or ["anything"]
     return " or ".join(word for word in dict.fromkeys(words) if not (word == "integer" and "number" in words))
 
 
-def _word(one: dict[str, Any]) -> str:
-    if "enum" in one:
-        return " or ".join(_json(value) for value in one["enum"])
-    if one.get("type") == "array":
-        items = one["items"].get("anyOf") or [one["items"]] * bool(one["items"])
-        return f"list of {one['minItems']} x {_words(items)}" if "minItems" in one else f"list of {_words(items)}"
-    type_: str = one.get("type", "object")
+def _word(schema: dict[str, Any]) -> str:
+    if "enum" in schema:
+        return " or ".join(_json(value) for value in schema["enum"])
+    if schema.get("type") == "array":
+        items = schema["items"].get("anyOf") or [schema["items"]] * bool(schema["items"])
+        return f"list of {schema['minItems']} x {_words(items)}" if "minItems" in schema else f"list of {_words(items)}"
+    type_: str = schema.get("type", "object")
     return _WORDS.get(type_, type_)
 
 

@@ -126,8 +126,8 @@ class TrainingConfig(Groups):
         """
         resolved = self.resolve(world_size=composition.data_ranks(_sizes(mesh)))
         layers = resolved.activation_checkpointing.profile
-        every = (printed_every(resolved) or 1) if resolved.logging.wall_clock_breakdown or layers else None
-        return timed(every=every, layers=layers, samples=resolved.batch.train_batch_size)
+        interval = (printed_every(resolved) or 1) if resolved.logging.wall_clock_breakdown or layers else None
+        return timed(every=interval, layers=layers, samples=resolved.batch.train_batch_size)
 
     def dump_state(self, state: State, step: Step) -> None:
         """Print what a step and its state are, as `fds.dump_state` says it, where the key `dump_state` asks for it.
@@ -240,8 +240,8 @@ def sinks(config: Groups) -> list[Sink]:
                 every=math.ceil(comet.samples_log_interval / config.batch.train_batch_size),
             )
         )
-    if (every := printed_every(config)) is not None:
-        out.append(Console(every=every))
+    if (interval := printed_every(config)) is not None:
+        out.append(Console(every=interval))
     return out
 
 
@@ -315,12 +315,12 @@ def check_buildable(config: Groups) -> None:
 def _check_call(config: Groups, call: Any) -> None:
     """Build a call, after the calls among its arguments."""
     if isinstance(call, tuple):
-        for one in call:
-            _check_call(config, one)
+        for item in call:
+            _check_call(config, item)
     if not isinstance(call, FunctionCall):
         return
-    for one in (*call.args, *call.kwargs.values()):
-        _check_call(config, one)
+    for argument in (*call.args, *call.kwargs.values()):
+        _check_call(config, argument)
     try:
         call.build(None)
     except FdsError as error:
@@ -333,15 +333,15 @@ def _check_call(config: Groups, call: Any) -> None:
 def _paths(config: Groups, function: str, message: str) -> Iterator[str]:
     """Yield the keys whose arguments of a function an error message mentions; if none, all that were given."""
     keys = [
-        (path, key.meaning.name, given)
-        for path, value, key, given in config.walk()
+        (path, key.meaning.name, is_given)
+        for path, value, key, is_given in config.walk()
         if isinstance(key.meaning, Argument)
         and function in key.meaning.of
         and not isinstance(value, Config)
         and not _is_off(config, path.rpartition(".")[0])
     ]
     named = [path for path, name, _ in keys if name and re.search(rf"\b{name}\b", message)]
-    yield from named or [path for path, _, given in keys if given]
+    yield from named or [path for path, _, is_given in keys if is_given]
 
 
 def _is_off(config: Groups, group: str) -> bool:

@@ -109,7 +109,7 @@ class Groups(Config):
         world_size: int = 1,
         auto: Mapping[str, Any] | None = None,
         hidden_size: int | None = None,
-        **known: Any,
+        **others: Any,
     ) -> Self:
         """Return the configuration with all three batch sizes, and every `"auto"` filled in or left at its default.
 
@@ -156,15 +156,15 @@ class Groups(Config):
                 yield from walk(value.arguments, "scheduler.params.")
 
     def _check_paths(self, values: Mapping[str, Any]) -> None:
-        known = [path for path, *_ in self.walk()]
+        paths = [path for path, *_ in self.walk()]
         for path in values:
-            if path not in known and path not in _parameters():
+            if path not in paths and path not in _parameters():
                 raise ConfigError(
                     "there is no such key",
                     where=path,
                     got=repr(path),
                     want="the JSON path of a key",
-                    hint=did_you_mean(path, known),
+                    hint=did_you_mean(path, paths),
                 )
 
 

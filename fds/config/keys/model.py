@@ -220,9 +220,9 @@ HybridEngineConfig: `hybrid_engine`: the trained model also generates, with infe
 def _check_groups(config: Any, *needed: str) -> None:
     check_needed(config, "shared_parameters.enabled", "different_groups")
     for name in config["different_groups"] if config["shared_parameters.enabled"] is True else ():
-        paths = [f"different_groups.{name}.params.{one}" for one in needed]
+        paths = [f"different_groups.{name}.params.{parameter}" for parameter in needed]
         params = config["different_groups"][name]["params"]
-        absent = [path for path, one in zip(paths, needed, strict=True) if params[one] is None]
+        absent = [path for path, parameter in zip(paths, needed, strict=True) if params[parameter] is None]
         if absent:
             raise MissingKeyError(
                 "a group lacks a parameter that its technique needs",
@@ -263,8 +263,8 @@ def _check_pattern(config: Any) -> None:
 
 
 def _is_foreign(config: Any, name: str) -> bool:
-    known = keys(type(config))[name][1]
-    harmless = (AUTO, known.default, known.documented)
+    key = keys(type(config))[name][1]
+    harmless = (AUTO, key.default, key.documented)
     return name in config.given and name not in READS[config.mode] and getattr(config, name) not in harmless
 
 

@@ -181,7 +181,7 @@ CapturingConfig: Keys of the top level on CUDA graphs and shapes.
 class BatchConfig(Config):
     """Batch sizes: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks."""
 
-    def resolve(self, *, world_size: int = 1, **known: object) -> Self:
+    def resolve(self, *, world_size: int = 1, **others: object) -> Self:
         """Return the record with all three sizes, for a number of data ranks.
 
         Two of them determine the third; one size alone means one microbatch. Raises `ConfigError`, with all keys
@@ -189,8 +189,8 @@ class BatchConfig(Config):
         """
         if type(world_size) is not int or world_size < 1:
             raise ConfigError("not a number of data ranks", where="world_size", got=repr(world_size), want="1 or more")
-        given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
-        train, micro, steps = (None if n == AUTO else n for n in given)
+        sizes = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
+        train, micro, steps = (None if n == AUTO else n for n in sizes)
         if train is None and micro is None:
             raise MissingKeyError(
                 "the batch size is not known",
@@ -255,7 +255,7 @@ class CompileConfig(Config):
     def from_dict(cls, data: Mapping[str, Any], *, defaults: Edition = "0.19.6") -> Self:
         """Return the record of a group of the JSON; unknown keys, of other releases, are left out with a warning."""
         if isinstance(data, Mapping):
-            for name in [one for one in data if one not in keys(cls) and not is_comment(str(one))]:
+            for name in [key for key in data if key not in keys(cls) and not is_comment(str(key))]:
                 warnings.warn(f"compile.{name} is a key of another release, and is left out", UserWarning, stacklevel=6)
             data = {name: value for name, value in data.items() if name in keys(cls)}
         return super().from_dict(data, defaults=defaults)
@@ -269,7 +269,9 @@ def _check_scale(config: Any) -> None:
 
 
 def _check_memory(config: Any) -> None:
-    moved = [one for one in ("offload_activation", "offload_opt_states", "offload_parameters") if config[one] is True]
+    moved = [
+        name for name in ("offload_activation", "offload_opt_states", "offload_parameters") if config[name] is True
+    ]
     if len(moved) > 1:
         raise contradiction(config, "only one of these can be kept in the host's memory", *moved, want="one of them")
 

@@ -86,8 +86,8 @@ MUTANTS = (
     Mutant(
         "prescale-by-the-factor",
         "fds/config/composition.py",
-        "float(own) if communication.prescale_gradients else factor if factor != 1 else None",
-        "factor if factor != 1 else float(own) if communication.prescale_gradients else None",
+        "float(num_ranks) if communication.prescale_gradients else factor if factor != 1 else None",
+        "factor if factor != 1 else float(num_ranks) if communication.prescale_gradients else None",
         "where both are given, the predivide factor wins over prescaling",
         "tests/config/test_composition.py tests/config/test_intended_differences.py",
     ),
@@ -110,8 +110,8 @@ MUTANTS = (
     Mutant(
         "host-checkpoints-without-an-interval",
         "fds/config/composition.py",
-        'if not every and store == "device" and partition is None:',
-        "if not every and partition is None:",
+        'if not interval and store == "device" and partition is None:',
+        "if not interval and partition is None:",
         "`cpu_checkpointing` has no effect without an interval",
         "tests/config/test_composition.py",
     ),
