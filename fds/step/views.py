@@ -2,12 +2,16 @@
 
 A view that has a method `encode(x, leaf)` says too what a state holds of a parameter that `step.init` is given: it is
 called with that, before all other views. Both take `meta` tensors.
+
+A view that has a method `reads(leaf)` names other parameters (scores, steps of a grid, factors of low rank): it is
+called with them too, as the loss would see them without views, and its gradient goes to all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
@@ -18,12 +22,12 @@ from torch.autograd.graph import get_gradient_edge
 from fds import autodiff, loss as losses, random, tree
 from fds.layout import Leaf
 from fds.step.call import Call
-from fds.step.checks import contracts
+from fds.step.checks import contracts, forms
 from fds.step.sharding.handles import Handle, materialize
 from fds.step.sharding.viewed import Known, OnUse
 from fds.step.structure import Casts
 
-View = Callable[[Tensor, Leaf, Call], Tensor]
+View = Callable[..., Tensor]  # (x, leaf, call), and with `reads` a dict of what it reads, by name
 
 
 def encode(encodings: Sequence[Any], x: Tensor, leaf: Leaf) -> Tensor:
@@ -156,38 +160,66 @@ class Views:
         cuts: dict[str, Cut] = {}
         runs = None if self.again is None else Runs(self.again.union(again))
         for name, p in zip(names, leaves, strict=True):
-            view = functools.partial(self._apply, self.leaves[name], setting, runs)
-            x, run = self._shown(p, view, on_use, runs, plain=plain, apart=self.apart or in_pieces)
+            read = self._read(name)
+            view = functools.partial(self._apply, self.leaves[name], read, setting, runs)
+            inputs = [p, *(contracts.read_by_view(names, other, name) for other in read)]
+            x, run = self._shown(inputs, view, on_use, runs, plain=plain, apart=self.apart or in_pieces)
             if run is not None:
                 cuts[name] = Cut.of(x, run)
             shown.append(x)
         return build(shown), cuts
 
+    def _read(self, name: str) -> tuple[str, ...]:
+        """Return the names of other parameters that the views of one read, in the order in which they are given."""
+        reads = (names for view in self.functions for names in _read_by(view, self.leaves[name]))
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(reads)))
+
     def _shown(
-        self, p: Tensor, view: Callable[[Tensor], Tensor], on_use: OnUse, runs: Runs | None, *, plain: bool, apart: bool
+        self,
+        inputs: Sequence[Tensor],
+        view: Callable[..., Tensor],
+        on_use: OnUse,
+        runs: Runs | None,
+        *,
+        plain: bool,
+        apart: bool,
     ) -> tuple[Tensor, Callable[[Tensor], None] | None]:
-        """Return what the loss sees of a parameter; for a leaf that was cut off, what takes its gradient, too."""
-        if isinstance(p, Handle) and not plain:
+        """Return what the loss sees of a parameter; for a leaf that was cut off, what takes its gradient, too.
+
+        The parameter is the first of `inputs`, before those that its views read.
+        """
+        if isinstance(inputs[0], Handle) and not plain:
             with contextlib.nullcontext() if runs is None else runs.learning():
-                source = on_use(p, view)
+                source = on_use(inputs, view)
             if source is not None:
                 x = source.handle()
                 return x, source.backward if x.requires_grad else None
-        x = view(materialize(p) if plain else p)
+        x = view(*(map(materialize, inputs) if plain else inputs))
         if not (apart and x.requires_grad):
             return x, None
-        return x.detach().requires_grad_(), functools.partial(_backward, get_gradient_edge(x), p)
+        sources = [p for p in inputs if p.requires_grad]
+        return x.detach().requires_grad_(), functools.partial(_backward, get_gradient_edge(x), sources)
 
-    def _apply(self, leaf: Leaf, setting: losses.Setting, runs: Runs | None, x: Tensor) -> Tensor:
-        """Return what the views make of a parameter, the same each time in one microbatch."""
+    def _apply(
+        self, leaf: Leaf, names: Sequence[str], setting: losses.Setting, runs: Runs | None, x: Tensor, *others: Tensor
+    ) -> Tensor:
+        """Return what the views make of a parameter, the same each time in one microbatch, given what they read."""
+        read = dict(zip(names, others, strict=True))
         for i, view in enumerate(self.functions):
             call = setting.at(view, "view", i, leaf.name)
-            x = contracts.viewed(view(x, leaf, call if runs is None else runs.noting(call, leaf.name)), view)
+            call = call if runs is None else runs.noting(call, leaf.name)
+            more = [{other: read[other] for other in names} for names in _read_by(view, leaf)]
+            x = contracts.viewed(view(x, leaf, call, *more), view)
         if runs is not None:
             runs.end(leaf.name)
         return x
 
 
-def _backward(edge: Any, p: Tensor, grad: Tensor) -> None:
-    """Run the backward of views, from the edge at which their result begins to the parameter."""
-    autodiff.backward_by([edge], [grad], [p])
+def _read_by(view: Any, leaf: Leaf) -> list[Sequence[str]]:
+    """Return a list of what `view.reads` names; an empty one of a view that reads nothing but its parameter."""
+    return [view.reads(leaf)] if forms.is_reading(view) else []
+
+
+def _backward(edge: Any, sources: Sequence[Tensor], grad: Tensor) -> None:
+    """Run the backward of views, from the edge at which their result begins to the parameter and what they read."""
+    autodiff.backward_by([edge], [grad], sources)

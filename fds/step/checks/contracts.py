@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -62,6 +62,19 @@ def viewed(found: Any, view: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise _broken("view", view, in_words(found), "a tensor in the place of the parameter")
     return found
+
+
+def read_by_view(leaves: Mapping[str, Tensor], other: str, name: str) -> Tensor:
+    """Return a parameter that the view of another reads. Raises `ComposeError` for one that is not there."""
+    if other == name or other not in leaves:
+        raise ComposeError(
+            "a view reads a parameter that is not there",
+            where=f"station 'view', reads of {name}",
+            got=f"{other!r}{' itself' * (other == name)}",
+            want=f"other parameters that this rank has: {', '.join(leaves)[:120]}",
+            hint="the stages of a pipeline have the parameters of their layers",
+        )
+    return leaves[other]
 
 
 def first_slot(found: Any, name: str, make: Any) -> Any:

@@ -87,6 +87,16 @@ def is_encoding(view: object) -> bool:
     return hasattr(view, "encode")
 
 
+def is_reading(view: object) -> bool:
+    """Say whether an entry of the station `view` reads other parameters than the one that it is a view of."""
+    return hasattr(view, "reads")
+
+
+def _is_view(x: Any) -> bool:
+    names = ("x", "leaf", "call", *(["read"] if is_reading(x) else ()))
+    return given(*names)(x) and (not is_encoding(x) or takes(2)(x.encode)) and (not is_reading(x) or takes(1)(x.reads))
+
+
 def is_around(context: object) -> bool:
     """Say whether an entry of the station `context` is entered around each call of a layer, made again ones too."""
     return hasattr(context, "around_layer")
@@ -104,8 +114,9 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "split": (given("batch"), "a function (batch) -> list of microbatches"),
     "frozen": (lambda x: isinstance(x, str | AllBut), "a pattern of parameter names, or AllBut"),
     "view": (
-        lambda x: given("x", "leaf", "call")(x) and (not is_encoding(x) or takes(2)(x.encode)),
-        "a function (x, leaf, call) -> tensor, of one parameter; it may have encode(x, leaf)",
+        _is_view,
+        "a function (x, leaf, call) -> tensor, of one parameter; it may have encode(x, leaf); with reads(leaf), names "
+        "of other parameters, it is (x, leaf, call, read)",
     ),
     "context": (
         lambda x: takes(2)(x.around_layer) if is_around(x) else given("call")(x),

@@ -8,7 +8,7 @@ graph, and gives the gradient with respect to the parameter.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any
 
 import attrs
@@ -19,7 +19,7 @@ from fds import random
 from fds.errors import ComposeError, LossError
 from fds.step.sharding.handles import BucketWindow, Handle, handle
 
-View = Callable[[Tensor], Tensor]  # all views of one parameter, in one microbatch
+View = Callable[..., Tensor]  # all views of one parameter, in one microbatch; given that, and what they read
 Known = dict[Hashable, BucketWindow | None]  # by parameter and kind of call; see `OnUse`
 # private: torch has no public way to read and to set the dispatch keys
 _torch_c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -75,13 +75,14 @@ class OnUse:
         """Return how they run where this is called."""
         return cls(known, evaluating, devices if draws else None, Surroundings.now(devices[0]))
 
-    def __call__(self, parameter: Handle, view: View) -> ViewedSource | None:
+    def __call__(self, inputs: Sequence[Tensor], view: View) -> ViewedSource | None:
         """Return where a handle finds what views, which return the same each time, make of a parameter.
 
-        The first time they are run on made-up values, to learn what they return; None where no handle can stand for it
-        (a sparse tensor, a tensor subclass).
+        `inputs` are the parameter, a handle, and others that the views read. The first time they are run on made-up
+        values, to learn what they return; None where no handle can stand for it (a sparse tensor, a tensor subclass).
         """
-        source, key = ViewedSource(parameter, view, self), (parameter.window, self.evaluating)
+        parameter: Any = inputs[0]
+        source, key = ViewedSource(parameter, tuple(inputs[1:]), view, self), (parameter.window, self.evaluating)
         if key not in self.known:
             self.known[key] = _learned(source)
         source.window = self.known[key]
@@ -93,6 +94,7 @@ class ViewedSource:
     """Where the handle of a viewed parameter finds its values, for one microbatch."""
 
     parameter: Handle
+    others: tuple[Tensor, ...]  # that the view reads
     view: View
     how: OnUse
     window: BucketWindow | None = None  # onto what the view returns
@@ -108,7 +110,7 @@ class ViewedSource:
                 return self.bucket(index)
         live.viewed = None
         x = self.parameter.read()
-        out = self.run(x)
+        out = self.run(x, *map(_value, self.others))
         self.unchanged = out is x
         shares = out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         flat = _flat(self._checked(out), self.window, copies=shares)  # it would keep the whole bucket
@@ -123,33 +125,38 @@ class ViewedSource:
         return handle(self, self.window, dtype, p.device, wants)
 
     def backward(self, grad: Tensor) -> None:
-        """Add to the gradient of the parameter, given that with respect to what the view returned."""
-        gradient: Tensor | None = grad
+        """Add to the gradients of the parameter and the others, given that with respect to what the view returned."""
+        parameters: tuple[Tensor, ...] = self.parameter, *self.others
+        gradients: Sequence[Tensor | None] = [grad]
         if not self.unchanged:
             live: Any = self.parameter.source
             live.viewed = None
-            x, out = self._run(self.parameter.read())
-            if out is not x:
+            leaves, out = self._run(self.parameter.read(), *map(_value, self.others))
+            if out is not leaves[0]:
+                trained = [i for i, x in enumerate(leaves) if x.requires_grad]
+                parameters, wanted = tuple(parameters[i] for i in trained), [leaves[i] for i in trained]
                 wants = self._checked(out).requires_grad
-                gradient = torch.autograd.grad(out, x, grad, allow_unused=True)[0] if wants else None
-        if gradient is not None:
-            torch.autograd.backward([self.parameter], [gradient], inputs=[self.parameter])  # so that its hooks run
+                gradients = torch.autograd.grad(out, wanted, grad, allow_unused=True) if wants else []
+        for p, gradient in zip(parameters, gradients, strict=False):
+            if gradient is not None:
+                torch.autograd.backward([p], [gradient], inputs=[p])  # so that its hooks run
 
-    def run(self, values: Tensor) -> Tensor:
+    def run(self, values: Tensor, *others: Tensor) -> Tensor:
         """Return what the view makes of the parameter's values, without a graph: `values` itself where it is that."""
-        x, out = self._run(values)
-        return values if out is x else out.detach()
+        leaves, out = self._run(values, *others)
+        return values if out is leaves[0] else out.detach()
 
-    def _run(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the view was given, a leaf, and what it returned."""
+    def _run(self, *values: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return what the view was given, leaves, and what it returned."""
         draws = contextlib.nullcontext() if self.how.devices is None else random.scope(self.how.devices)
         with draws, self.how.around.again():
-            x = values.detach().requires_grad_(self.parameter.requires_grad)
-            version = None if x.is_inference() else x._version
-            out = self.view(x)
-            if version is not None and x._version != version:
+            parameters = self.parameter, *self.others
+            leaves = [x.detach().requires_grad_(p.requires_grad) for x, p in zip(values, parameters, strict=True)]
+            versions = [None if x.is_inference() else x._version for x in leaves]
+            out = self.view(*leaves)
+            if any(before not in (None, x._version) for x, before in zip(leaves, versions, strict=True)):
                 raise _written(self.parameter.window.path)
-        return x, out
+        return leaves, out
 
     def _checked(self, out: Tensor) -> Tensor:
         """Return what the view returned. Raises `ComposeError` where its shape or dtype is not the one known."""
@@ -169,14 +176,10 @@ class ViewedSource:
 def _learned(source: ViewedSource) -> BucketWindow | None:
     """Return the window onto what a view returns, None for what has none; the view is given made-up values."""
     parameter, path = source.parameter, source.parameter.window.path
-    shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
-    if parameter.is_floating_point():
-        x = torch.randn(shape, generator=random.generator(random.key(0), device), device=device).to(dtype)
-    else:
-        x = torch.zeros(shape, dtype=dtype, device=device)
+    x, *others = map(_made_up, (parameter, *source.others))
     before = x.clone()
     try:
-        out = source.run(x)
+        out = source.run(x, *others)
     except Exception as error:
         error.add_note(f"in a view of {path}, given made-up values of its shape, to learn the shape of what it returns")
         raise
@@ -187,6 +190,18 @@ def _learned(source: ViewedSource) -> BucketWindow | None:
     with torch.inference_mode(False):
         meta = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
         return BucketWindow(path, 0, 0, torch.empty_like(meta))  # dense: no two elements share their memory
+
+
+def _made_up(p: Tensor) -> Tensor:
+    """Return values such as a parameter may have."""
+    if not p.is_floating_point():
+        return torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+    return torch.randn(p.shape, generator=random.generator(random.key(0), p.device), device=p.device).to(p.dtype)
+
+
+def _value(p: Tensor) -> Tensor:
+    """Return the values of a parameter, gathered where they are not here."""
+    return p.read() if isinstance(p, Handle) else p
 
 
 def _is_plain(x: Tensor, parameter: Tensor) -> bool:

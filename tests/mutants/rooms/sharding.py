@@ -206,10 +206,18 @@ MUTANTS = (
     Mutant(
         "view-backward-on-old-values",
         "fds/step/sharding/viewed.py",
-        "gradient: Tensor | None = grad\n        if not self.unchanged:",
-        "gradient: Tensor | None = grad\n        if not self.unchanged and False:",
+        "gradients: Sequence[Tensor | None] = [grad]\n        if not self.unchanged:",
+        "gradients: Sequence[Tensor | None] = [grad]\n        if not self.unchanged and False:",
         "at stage 3 the gradient of a viewed parameter skips the backward of its view",
         "tests/sharding/test_views.py",
+    ),
+    Mutant(
+        "view-forgets-what-it-read",
+        "fds/step/sharding/viewed.py",
+        "trained = [i for i, x in enumerate(leaves) if x.requires_grad]",
+        "trained = [i for i, x in enumerate(leaves[:1]) if x.requires_grad]",
+        "at stage 3 no gradient goes to the parameters that a view reads",
+        "tests/sharding/test_reading_views.py",
     ),
     Mutant(
         "view-draws-anew",
