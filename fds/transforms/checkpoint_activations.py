@@ -86,15 +86,17 @@ class Recompute:
     def __call__(self, calls: list[LayerCall], call: Call) -> list[LayerCall]:
         """Return one checkpointed call per group."""
         groups: list[list[LayerCall]] = []
-        for one in calls:
+        for layer_call in calls:
             full = not groups or len(groups[-1]) >= self.every
-            if full and not (groups and one.in_place):
+            if full and not (groups and layer_call.in_place):
                 groups.append([])
-            groups[-1].append(one)  # one that writes over its input stays with the layer that computes it
+            groups[-1].append(layer_call)  # a call that writes over its input stays with the layer that computes it
         apart = KeptGroups(self.store, self.tally, self.axis, self.blocks) if self.keeps else None
         return [
             LayerCall(
-                functools.partial(self.run, group, apart), sum((one.layers for one in group), ()), recomputes=True
+                functools.partial(self.run, group, apart),
+                sum((layer_call.layers for layer_call in group), ()),
+                recomputes=True,
             )
             for group in groups
         ]

@@ -108,7 +108,7 @@ def compile(
             want="fds.compile(whole=True)",
             hint="fds.compile() compiles the loss alone, and takes both",
         )
-    given = {"backend": backend, "mode": mode, "dynamic": dynamic, "fullgraph": fullgraph, "options": options}
+    settings = {"backend": backend, "mode": mode, "dynamic": dynamic, "fullgraph": fullgraph, "options": options}
     name = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
 
     def apply_to_all(step: Step) -> Step:
@@ -119,7 +119,7 @@ def compile(
     def apply(step: Step) -> Step:
         filled = fill(step, loss=step.loss)
         _check_uncompiled(step)
-        compiled = functools.partial(losses.compiled_with, given, f"torch.compile by {name}")
+        compiled = functools.partial(losses.compiled_with, settings, f"torch.compile by {name}")
         loss = compiled(step.loss)
         return attrs.evolve(
             filled, loss=loss, eval_loss=loss if step.eval_loss is step.loss else compiled(step.eval_loss)

@@ -65,12 +65,14 @@ def context_parallel(axis: Axis, *, layout: Layout = "contiguous", verify: bool 
     Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that do not run now.
     """
     axis.check_current()
-    own = axis.channel("context_parallel")
+    channel = axis.channel("context_parallel")
 
     def apply(step: Step) -> Step:
-        if own.size == 1:
+        if channel.size == 1:
             return step
-        step = fill(step, topology=Dimension(own, "sequence", SummedGradients(own)), context=Parts(own, layout))
+        step = fill(
+            step, topology=Dimension(channel, "sequence", SummedGradients(channel)), context=Parts(channel, layout)
+        )
         return first_call_compared(step) if verify else step
 
     return apply

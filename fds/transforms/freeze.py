@@ -42,8 +42,8 @@ def freeze(*patterns: str, all_but: Sequence[str] = ()):
         )
 
     def apply(step: Step) -> Step:
-        for one in [AllBut(tuple(all_but))] if all_but else patterns:
-            step = fill(step, frozen=one)
+        for pattern in [AllBut(tuple(all_but))] if all_but else patterns:
+            step = fill(step, frozen=pattern)
         return step
 
     return apply

@@ -218,13 +218,13 @@ def local_updates(
             got=f"fragments={fragments!r:.40}, every={every}",
             want="an int from 1 to every",
         )
-    own = axis.channel("local_updates")
-    way = LOSSLESS if transport is None else transport.on(own)
-    filler = LocalUpdates(own, every, outer, way, fragments)
+    channel = axis.channel("local_updates")
+    way = LOSSLESS if transport is None else transport.on(channel)
+    filler = LocalUpdates(channel, every, outer, way, fragments)
 
     def apply(step: Step) -> Step:
         if axis.size == 1:
             return step
-        return fill(step, topology=Dimension(own, "local", LocalCopies(own)), after=filler)
+        return fill(step, topology=Dimension(channel, "local", LocalCopies(channel)), after=filler)
 
     return apply

@@ -210,7 +210,7 @@ def offload(
             "offload: nothing is said to live elsewhere", got="no argument", want='say, offload(moments="host")'
         )
     rules = {_KINDS[name]: _rules(name, where) for name, where in places.items() if where is not None}
-    elsewhere = {kind: some for kind, some in rules.items() if any(where is not None for _, where in some)}
+    elsewhere = {kind: of_kind for kind, of_kind in rules.items() if any(where is not None for _, where in of_kind)}
     if speculate and not elsewhere:
         raise ComposeError(
             "offload: there is nothing to restore a slice from",
@@ -219,7 +219,9 @@ def offload(
         )
 
     def apply(step: Step) -> Step:
-        patterns = tuple(dict.fromkeys(pattern for some in rules.values() for pattern, _ in some if pattern != "*"))
+        patterns = tuple(
+            dict.fromkeys(pattern for of_kind in rules.values() for pattern, _ in of_kind if pattern != "*")
+        )
         residency = Offloaded(elsewhere, float(ratio))
         return fill(step, place={"residency": residency, "patterns": patterns, "speculate": speculate})
 
@@ -236,7 +238,7 @@ def _rules(name: str, where: Any) -> Rules:
             got=repr(where)[:120],
             want='say, {"embed.*": fds.disk(directory), "*": "host"}',
         )
-    return tuple((pattern, _medium(f"{name}[{pattern!r}]", one)) for pattern, one in where.items())
+    return tuple((pattern, _medium(f"{name}[{pattern!r}]", medium)) for pattern, medium in where.items())
 
 
 def _medium(name: str, where: Any) -> Host | Disk | None:

@@ -93,8 +93,8 @@ def precision(
     kept = (keep_float32,) if isinstance(keep_float32, str) else tuple(keep_float32)
 
     def apply(step: Step) -> Step:
-        own = ("0", "0.*") if isinstance(step.loss, Layers) else ("*",)
-        cast = own if inputs is None else (inputs,) if isinstance(inputs, str) else tuple(inputs)
+        default = ("0", "0.*") if isinstance(step.loss, Layers) else ("*",)
+        cast = default if inputs is None else (inputs,) if isinstance(inputs, str) else tuple(inputs)
         return fill(
             step,
             batch=CastInputs(compute, cast, isinstance(step.loss, Layers) and inputs is None),

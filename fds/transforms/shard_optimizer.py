@@ -142,7 +142,7 @@ def _faults(
 
 def _joined(axis: Axis, replicate: Axis) -> Axis:
     """Return the flattened axis of both. Raises `ComposeError` unless they are two axes of one mesh."""
-    names = [name for one in (replicate, axis) for name in one.name.split(",")]
+    names = [*replicate.name.split(","), *axis.name.split(",")]
     if replicate.mesh != axis.mesh or len(set(names)) < len(names):
         raise ComposeError(
             "shard_optimizer: replicate and axis are not two axes of one mesh",

@@ -50,9 +50,9 @@ class Divided(Placement):
 
     def __repr__(self) -> str:
         kinds = Counter(
-            (re.sub(r"\d+", "*", f"{one.found.prefix}{path}"), str(part))
-            for one in self.resolved
-            for path, part in one.parts.items()
+            (re.sub(r"\d+", "*", f"{resolution.loss_module.prefix}{path}"), str(part))
+            for resolution in self.resolved
+            for path, part in resolution.parts.items()
         )
         return "; ".join(f"{n} x {path}: {part}" if n > 1 else f"{path}: {part}" for (path, part), n in kinds.items())
 
@@ -72,22 +72,22 @@ class Dividing:
     @property
     def vocabularies(self) -> set[int]:
         """How many rows there are, padding included, of each matrix that is divided by rows: heads among them."""
-        return {n for one in self.resolved.values() for n in one.rows}
+        return {n for resolution in self.resolved.values() for n in resolution.rows}
 
     def __repr__(self) -> str:
         return f"pieces over {self.axis.name} ({self.axis.size} ranks)"
 
     def __call__(self, module: nn.Module, root: Root) -> None:
         """Convert a copy. Raises `LossError` for one of a module that the plan was not resolved for."""
-        known = self.resolved.get(root.number)
-        if known is None:
+        resolution = self.resolved.get(root.number)
+        if resolution is None:
             raise LossError(
                 "the loss runs a module that tensor_parallel could not see when it was composed",
                 where=type(module).__name__,
                 got="a module that the loss reaches in another way than it shows",
                 want="loss_fn that holds apply in its closure, its defaults or as a global; or fds.Layers",
             )
-        known.convert(module, Region(self.axis, self.chunks), self.pending)
+        resolution.convert(module, Region(self.axis, self.chunks), self.pending)
 
     def check_graph(self, total: Tensor | None) -> None:
         """Raise `LossError` for a first loss that takes pieces for the whole, or whose gradients the plan mistakes.
@@ -101,8 +101,9 @@ class Dividing:
         try:
             check_uses(edges, total, "whole")
         except LossError:
-            for known in (known for one in self.resolved.values() for known in one.known.values()):
-                known.watched.clear()
+            for resolution in self.resolved.values():
+                for observations in resolution.observations.values():
+                    observations.watched.clear()
             raise
 
 
@@ -151,27 +152,27 @@ def tensor_parallel(
     Raises `ComposeError` for a plan that does not fit, `MeshError` for an axis of ranks that do not run now.
     """
     axis.check_current()
-    own = axis.channel("tensor")
+    channel = axis.channel("tensor")
 
     def apply(step: Step) -> Step:
-        found = modules_of(step.loss)
+        loss_modules = modules_of(step.loss)
         if step.eval_loss is not step.loss:
-            numbers = {one.number for one in found}
-            found += [one for one in modules_of(step.eval_loss) if one.number not in numbers]
-        if not found:
+            numbers = {loss_module.number for loss_module in loss_modules}
+            loss_modules += [other for other in modules_of(step.eval_loss) if other.number not in numbers]
+        if not loss_modules:
             raise ComposeError(
                 "tensor_parallel finds no module in the loss",
                 got=repr(step.loss)[:80],
                 want="a loss that calls apply, of fds.functional(module), or fds.Layers",
                 hint="apply must be in its closure, its defaults, or a global that it names",
             )
-        resolved = tuple(resolve(found, plan, axis.size, sequence=sequence))
+        resolved = tuple(resolve(loss_modules, plan, axis.size, sequence=sequence))
         if axis.size == 1:
             return step
-        lies = dict(itertools.chain.from_iterable(one.lies.items() for one in resolved))
-        placement = Divided(own, resolved, lies)
-        modules = Dividing(own, {one.found.number: one for one in resolved}, overlap)
-        step = fill(step, topology=Dimension(own, "tensor", placement), modules=modules)
+        lies = dict(itertools.chain.from_iterable(resolution.lies.items() for resolution in resolved))
+        placement = Divided(channel, resolved, lies)
+        modules = Dividing(channel, {resolution.loss_module.number: resolution for resolution in resolved}, overlap)
+        step = fill(step, topology=Dimension(channel, "tensor", placement), modules=modules)
         return first_call_compared(step) if verify else step
 
     return apply
@@ -184,13 +185,14 @@ Lies = SplitDim | Replicated
 class Resolved:
     """What a plan says of one module of a loss: of its submodules by path, and of its parameters by name."""
 
-    found: Found
+    loss_module: Found
     parts: Mapping[str, Part]
     in_parts: Mapping[str, str]  # submodules that run where activations are parts of sequences: of which run of blocks
     lies: Mapping[str, Lies]  # by name in the tree of parameters
     before: tuple[int, ...] = ()  # of layers: the parts of the features that the layer before ends in pieces of
     after: tuple[int, ...] | None = None  # the same for this layer; None where nothing follows that might draw
-    known: dict[bool, Known] = attrs.field(factory=lambda: {False: Known(), True: Known()})  # in training, or not
+    # by whether it is in training
+    observations: dict[bool, Known] = attrs.field(factory=lambda: {False: Known(), True: Known()})
 
     @property
     def rows(self) -> set[int]:
@@ -208,58 +210,65 @@ class Resolved:
         """Have a copy of the module compute with pieces, in place; what its first call shows waits for the loss."""
         region.before = region.inside = self.before
         columns = Counter(path.rpartition(".")[0] for path, part in self.parts.items() if isinstance(part, Column))
-        for path, one in submodules(module):
+        for path, submodule in submodules(module):
             part = self.parts.get(path)
             run = self.in_parts.get(path)
             if part is not None:
-                part.convert(one, region, run=run)
-                if isinstance(part, Column) and isinstance(one, Piece):
-                    one.alone = columns[path.rpartition(".")[0]] == 1
-            elif type(one) is nn.Dropout:
-                become_dropout(one, region, run=run)
-            if isinstance(one, nn.TransformerEncoderLayer):
-                one.activation_relu_or_gelu = 0  # torch's fast path reads weights itself, and would take them for whole
+                part.convert(submodule, region, run=run)
+                if isinstance(part, Column) and isinstance(submodule, Piece):
+                    submodule.alone = columns[path.rpartition(".")[0]] == 1
+            elif type(submodule) is nn.Dropout:
+                become_dropout(submodule, region, run=run)
+            if isinstance(submodule, nn.TransformerEncoderLayer):
+                # torch's fast path reads weights itself, and would take them for whole
+                submodule.activation_relu_or_gelu = 0
         modules = dict(submodules(module))
         uses = list[Use]()
-        for path, name in self.found.paths.items():
+        for path, name in self.loss_module.paths.items():
             owner, _, key = path.rpartition(".")
-            lies = self.lies[self.found.prefix + name]
+            lies = self.lies[self.loss_module.prefix + name]
             how = lies.grads if isinstance(lies, Replicated) else "piece"
-            held = modules[owner]._parameters  # pyright: ignore[reportPrivateUsage]
+            params = modules[owner]._parameters  # pyright: ignore[reportPrivateUsage]
             by_hand = isinstance(self.parts.get(owner), Split)
-            uses.append(Use(held, key, self.found.prefix + name, how, owner in self.in_parts, by_hand))
+            uses.append(Use(params, key, self.loss_module.prefix + name, how, owner in self.in_parts, by_hand))
         counts = [
-            (modules[path], key, _joined(self.found.prefix, f"{path}.{key}".lstrip(".")))
+            (modules[path], key, _joined(self.loss_module.prefix, f"{path}.{key}".lstrip(".")))
             for path, part in self.parts.items()
             if isinstance(part, Heads) and not isinstance(modules[path], nn.MultiheadAttention)
             for key in part.counts
         ]
         block = self.parts.get("")
         run = block.run if isinstance(block, Block) and not block.enters else None
-        known = self.known[any(one.training for one in modules.values())]
-        planned = Planned(self.found.module, module, self.found.prefix, self.parts, region)
-        watch(module, Calls(region, known, uses, planned, counts, pending, run, self.after, self.side))
+        observations = self.observations[any(submodule.training for submodule in modules.values())]
+        planned = Planned(self.loss_module.module, module, self.loss_module.prefix, self.parts, region)
+        watch(module, Calls(region, observations, uses, planned, counts, pending, run, self.after, self.side))
 
 
-def resolve(found: Sequence[Found], plan: str | Mapping[Any, Any], size: int, *, sequence: bool) -> list[Resolved]:
+def resolve(
+    loss_modules: Sequence[Found], plan: str | Mapping[Any, Any], size: int, *, sequence: bool
+) -> list[Resolved]:
     """Return what a plan says of each module of a loss.
 
     Raises `ComposeError` for patterns that match nothing, modules that cannot be divided so, and parameters of which
     two modules say something else.
     """
-    names = {one.number: _names(one) for one in found}
-    chosen = {one.number: _layers_of_ours(one) for one in found}
+    names = {loss_module.number: _names(loss_module) for loss_module in loss_modules}
+    chosen = {loss_module.number: _layers_of_ours(loss_module) for loss_module in loss_modules}
     if isinstance(plan, str):
-        for one in found:
-            known = auto.auto_plan(one.module)
-            chosen[one.number] |= {p: part for p, part in known.items() if sequence or not isinstance(part, Block)}
+        for loss_module in loss_modules:
+            parts = auto.auto_plan(loss_module.module)
+            chosen[loss_module.number] |= {
+                p: part for p, part in parts.items() if sequence or not isinstance(part, Block)
+            }
         if not any(chosen.values()):
-            raise auto.unknown([one.module for one in found])
+            raise auto.unknown([loss_module.module for loss_module in loss_modules])
     else:
         _match(plan, names, chosen, sequence=sequence)
-        for one in found:
-            _check_attention_of_ours(one, chosen[one.number])
-    resolved = [_resolved(one, chosen[one.number], size, sequence=sequence) for one in found]
+        for loss_module in loss_modules:
+            _check_attention_of_ours(loss_module, chosen[loss_module.number])
+    resolved = [
+        _resolved(loss_module, chosen[loss_module.number], size, sequence=sequence) for loss_module in loss_modules
+    ]
     _check_agreement(resolved)
     return _following(resolved)
 
@@ -269,13 +278,13 @@ def submodules(module: nn.Module, *, all_paths: bool = False) -> list[tuple[str,
     return list(module.named_modules(remove_duplicate=not all_paths))  # pyright: ignore[reportUnknownArgumentType]
 
 
-def _names(found: Found) -> dict[str, list[str]]:
+def _names(loss_module: Found) -> dict[str, list[str]]:
     """Return the paths of every submodule in the whole tree, by its first path in its own module."""
     first: dict[int, str] = {}
     names: dict[str, list[str]] = {}
-    for path, module in submodules(found.module, all_paths=True):
-        own = first.setdefault(id(module), path)
-        names.setdefault(own, []).append(_joined(found.prefix, path))
+    for path, module in submodules(loss_module.module, all_paths=True):
+        first_path = first.setdefault(id(module), path)
+        names.setdefault(first_path, []).append(_joined(loss_module.prefix, path))
     return names
 
 
@@ -283,18 +292,18 @@ def _joined(prefix: str, path: str) -> str:
     return f"{prefix}{path}".rstrip(".")
 
 
-def _layers_of_ours(found: Found) -> dict[str, Part]:
-    every = ((path, plans.of_layer(module)) for path, module in submodules(found.module))
-    return {path: part for path, part in every if part is not None}
+def _layers_of_ours(loss_module: Found) -> dict[str, Part]:
+    parts = ((path, plans.of_layer(module)) for path, module in submodules(loss_module.module))
+    return {path: part for path, part in parts if part is not None}
 
 
-def _check_attention_of_ours(found: Found, chosen: Mapping[str, Part]) -> None:
-    for path, part in _layers_of_ours(found).items():
+def _check_attention_of_ours(loss_module: Found, chosen: Mapping[str, Part]) -> None:
+    for path, part in _layers_of_ours(loss_module).items():
         divided = any(isinstance(chosen.get(f"{path}.{name}".lstrip(".")), Column | Row) for name in ("qkv", "out"))
         if isinstance(part, Heads) and divided and not isinstance(chosen.get(path), Heads):
             raise ComposeError(
                 "a plan says something else of attention of fds.nn than that its heads are divided",
-                where=f"tensor_parallel: {_joined(found.prefix, path)}",
+                where=f"tensor_parallel: {_joined(loss_module.prefix, path)}",
                 got=str(chosen.get(path)),
                 want="nothing: the layers of fds.nn say themselves how they are divided",
                 hint='"sequence" is for the module that holds it, "replicated" for all that it holds too',
@@ -309,7 +318,7 @@ def _match(
     sequence: bool,
 ) -> None:
     """Give every submodule what the last pattern that matches it says."""
-    every = [name for paths in names.values() for all_names in paths.values() for name in all_names]
+    candidates = [name for paths in names.values() for all_names in paths.values() for name in all_names]
     for pattern, value in plan.items():
         part, hits = plans.part(value, str(pattern)), list[tuple[int, str, str]]()
         for number, paths in names.items():
@@ -323,73 +332,73 @@ def _match(
                 where="plan",
                 got=repr(pattern)[:80],
                 want="the path of a module, with * for any part of it",
-                hint=did_you_mean(str(pattern), [name for name in every if name]),
+                hint=did_you_mean(str(pattern), [name for name in candidates if name]),
             )
         if isinstance(part, Block) and not sequence:
             continue
         if isinstance(part, Block):  # what is in a block works on its parts
             paths = {hit for _, _, hit in hits}
-            hits = [one for one in hits if paths.isdisjoint(_owners(one[2]))]
+            hits = [(number, path, hit) for number, path, hit in hits if paths.isdisjoint(_owners(hit))]
         blocks = plans.consecutive([hit for _, _, hit in hits]) if value == "sequence" else {}
         for number, path, hit in hits:
             chosen[number][path] = blocks.get(hit, part)
 
 
-def _resolved(found: Found, parts: dict[str, Part], size: int, *, sequence: bool) -> Resolved:
+def _resolved(loss_module: Found, parts: dict[str, Part], size: int, *, sequence: bool) -> Resolved:
     """Return what parts of a plan say of a module's parameters."""
-    modules = dict(submodules(found.module))
+    modules = dict(submodules(loss_module.module))
     blocks = {path: part.run for path, part in parts.items() if isinstance(part, Block)}
     inside = {path: run for path in modules for block, run in blocks.items() if _is_inside(path, block)}
     lies: dict[str, Lies] = {}
-    own = {name: found.prefix + name for name in found.paths.values()}
-    for local in own:
+    full_names = {name: loss_module.prefix + name for name in loss_module.paths.values()}
+    for local in full_names:
         owner = local.rpartition(".")[0]
         lies[local] = Replicated("sum" if owner in inside else "same")
     said: dict[str, str] = {}
     for path, part in parts.items():
-        where, module = _joined(found.prefix, path), modules[path]
+        where, module = _joined(loss_module.prefix, path), modules[path]
         part.check(module, where, size)
         if isinstance(part, Whole):
-            for name in (name for p, name in found.paths.items() if _is_inside(p, path)):
+            for name in (name for p, name in loss_module.paths.items() if _is_inside(p, path)):
                 lies[name] = Replicated("sum" if part.grads == "sum" or path in inside else "same")
         at = f"{path}." if path else ""
         for name, (dim, lengths) in part.dims(module, where).items():
-            local = found.paths.get(at + name)
+            local = loss_module.paths.get(at + name)
             if local is None:
-                raise _computed(f"{found.prefix}{at}{name}", module)
+                raise _computed(f"{loss_module.prefix}{at}{name}", module)
             new = SplitDim(dim, lengths)
             if local in said and lies[local] != new:
-                raise _tied(own[local], said[local], where)
+                raise _tied(full_names[local], said[local], where)
             if min(lengths) < size:
                 raise ComposeError(
                     "there are more ranks than there is to divide",
-                    where=f"tensor_parallel: {own[local]}",
+                    where=f"tensor_parallel: {full_names[local]}",
                     got=f"{min(lengths)} over {size} ranks",
                 )
             lies[local], said[local] = new, where
-        lies |= {found.paths[at + name]: Replicated("sum") for name in part.sums}
-    for path, local in found.paths.items():  # every module that uses a piece must know that it is one
+        lies |= {loss_module.paths[at + name]: Replicated("sum") for name in part.sums}
+    for path, local in loss_module.paths.items():  # every module that uses a piece must know that it is one
         owner = path.rpartition(".")[0]
         if isinstance(lies[local], SplitDim) and not _knows(parts, owner):
-            raise _tied(own[local], said[local], _joined(found.prefix, owner))
-    return Resolved(found, parts, inside, {own[local]: how for local, how in lies.items()})
+            raise _tied(full_names[local], said[local], _joined(loss_module.prefix, owner))
+    return Resolved(loss_module, parts, inside, {full_names[local]: how for local, how in lies.items()})
 
 
 def _following(resolved: list[Resolved]) -> list[Resolved]:
     """Return the same, where they are layers with what each one's `inside` is before and after it."""
-    found, inside = list[Resolved](), ()
-    layers = sum(bool(one.found.prefix) for one in resolved)
-    for index, one in enumerate(resolved):
-        if not one.found.prefix:
-            found.append(one)
+    out, inside = list[Resolved](), ()
+    layers = sum(bool(resolution.loss_module.prefix) for resolution in resolved)
+    for index, resolution in enumerate(resolved):
+        if not resolution.loss_module.prefix:
+            out.append(resolution)
             continue
-        own, before = one.parts.get(""), inside
-        if isinstance(own, Column | Vocab) and not isinstance(one.found.module, nn.Embedding) and not own.gather:
-            inside = own.dims(one.found.module, "")["weight"][1]
-        elif one.parts and not isinstance(own, Whole):
+        part, module, before = resolution.parts.get(""), resolution.loss_module.module, inside
+        if isinstance(part, Column | Vocab) and not isinstance(module, nn.Embedding) and not part.gather:
+            inside = part.dims(module, "")["weight"][1]
+        elif resolution.parts and not isinstance(part, Whole):
             inside = ()
-        found.append(attrs.evolve(one, before=before, after=inside if index + 1 < layers else None))
-    return found
+        out.append(attrs.evolve(resolution, before=before, after=inside if index + 1 < layers else None))
+    return out
 
 
 def _knows(parts: Mapping[str, Part], owner: str) -> bool:
@@ -425,17 +434,17 @@ def _computed(name: str, module: nn.Module) -> ComposeError:
 
 
 def _check_agreement(resolved: list[Resolved]) -> None:
-    known: dict[str, Lies] = {}
-    for name, how in _every(resolved):
-        if known.setdefault(name, how) != how:
+    seen: dict[str, Lies] = {}
+    for name, how in _lies_by_name(resolved):
+        if seen.setdefault(name, how) != how:
             raise ComposeError(
                 "two modules of the loss have a parameter of the same name, and it lies differently",
                 where=f"tensor_parallel: {name}",
-                got=f"{known[name]} and {how}",
+                got=f"{seen[name]} and {how}",
                 want="one module, or fds.Layers",
             )
 
 
-def _every(resolved: list[Resolved]) -> Iterator[tuple[str, Lies]]:
-    for one in resolved:
-        yield from one.lies.items()
+def _lies_by_name(resolved: list[Resolved]) -> Iterator[tuple[str, Lies]]:
+    for resolution in resolved:
+        yield from resolution.lies.items()

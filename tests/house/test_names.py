@@ -26,7 +26,6 @@ LEFT = {
     "state.py": 1,
     "step": 28,
     "storage": 8,
-    "transforms": 13,
     "transports": 1,
     "tree.py": 1,
 }

@@ -75,13 +75,13 @@ def pipeline(
     _check_training(plan, name, ranks, num_microbatches)
     shared = axis if isinstance(axis, Axis) and axis.size > 1 else None
     lowered = Lowered(plan, None if shared is None else shared.index, shared is None or shared.device.type == "cpu")
-    own, ties, channels = (None, None, {}) if shared is None else _channels(shared, plan)
+    stage_axis, ties, channels = (None, None, {}) if shared is None else _channels(shared, plan)
 
     def apply(step: Step) -> Step:
-        owned = _ownership(step, plan, name, partition, own, ties)
+        owned = _ownership(step, plan, name, partition, stage_axis, ties)
         made = Pipeline(name, owned, lowered, num_microbatches, dynamic_shapes, channels)
         hint = f"a pipeline accumulates over its microbatches: pipeline(..., num_microbatches={num_microbatches}) alone"
-        stages = Dimension(own, "stage", owned)
+        stages = Dimension(stage_axis, "stage", owned)
         return fill(step, topology=stages, split=Split(num_microbatches), execute=made, hint=hint)
 
     return apply
@@ -98,13 +98,15 @@ def _channels(axis: Axis, plan: Plan) -> tuple[Axis, Axis, dict[Any, Axis]]:
     return axis.channel("pipeline"), axis.channel("pipeline ties").used_for("shared"), between
 
 
-def _ownership(step: Step, plan: Plan, name: str, partition: Any, own: Axis | None, ties: Axis | None) -> Ownership:
+def _ownership(
+    step: Step, plan: Plan, name: str, partition: Any, stage_axis: Axis | None, ties: Axis | None
+) -> Ownership:
     """Return which stage has which layers of a step's loss. Raises what `pipeline` says."""
     _check_layers(step)
     loss = step.loss
     shapes = {name: tuple(x.shape) for name, x in loss.init.trace().items()}
     boundaries = _boundaries(loss, shapes, partition, plan.num_stages)
-    owned = Ownership(loss, boundaries, plan.placement, own, ties, shapes)
+    owned = Ownership(loss, boundaries, plan.placement, stage_axis, ties, shapes)
     owned.check_shared_buffers()
     _check_order(plan, name, loss)
     return owned

@@ -364,8 +364,8 @@ def _text(x: object) -> str:
 
 def first_failure(failures: Sequence[list[Any] | None]) -> tuple[int, Failure] | None:
     """Return which rank failed first, and how, given what `json` returned on those that did."""
-    found = [(one[0], rank, one) for rank, one in enumerate(failures) if one is not None]
-    if not found:
+    ranked = [(report[0], rank, report) for rank, report in enumerate(failures) if report is not None]
+    if not ranked:
         return None
-    _, rank, (place, where, kind, fields) = min(found, key=lambda one: one[:2])
+    _, rank, (place, where, kind, fields) = min(ranked, key=lambda entry: entry[:2])
     return rank, Failure(place, where, kind, tuple(fields))

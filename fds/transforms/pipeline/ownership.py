@@ -91,7 +91,7 @@ class Ownership(Placement):
 
     def holds(self, name: str) -> bool:
         """Say whether a stage of this process has a parameter, or a buffer."""
-        return name in self.held
+        return name in self.local_names
 
     def kind(self, name: str) -> Hashable:
         """Return the stages that have a parameter: buckets mix neither stages nor what other ranks hold too."""
@@ -102,7 +102,7 @@ class Ownership(Placement):
         return [name is None or self.ranks(name)[0] == self.index for name in names]
 
     @functools.cached_property
-    def held(self) -> frozenset[str]:
+    def local_names(self) -> frozenset[str]:
         """The names of the parameters and buffers of this process."""
         layers = [self.loss.layer(i) for stage in self.own_stages for i in self.layers(stage)]
         return frozenset(name for layer in layers for name in (*layer.params, *layer.buffers))
@@ -192,8 +192,8 @@ class Ownership(Placement):
         if self.axis is None:
             return held
         kinds: dict[str, tuple[int, str, list[int]]] = {}
-        own = {name: [str(x.dtype)[6:], list(x.shape)] for name, x in held.items()}
-        for rank, theirs in enumerate(self.axis.exchange(own, "params")):
+        descriptions = {name: [str(x.dtype)[6:], list(x.shape)] for name, x in held.items()}
+        for rank, theirs in enumerate(self.axis.exchange(descriptions, "params")):
             for name, (dtype, shape) in theirs.items():
                 kinds.setdefault(name, (rank, dtype, shape))
         whole: dict[str, Tensor] = {}

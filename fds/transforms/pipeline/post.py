@@ -84,19 +84,19 @@ class Border:
     early: bool  # whether the plan has receives before they are needed, so that none may hold up the rank
     shares: bool = False  # whether a number () float64 goes with the gradients by every packet
     last: dict[str, Any] | None = None  # the header of the call before, for a dry run
-    known: dict[str, Any] | None = None  # the header that holds for all packets
+    header: dict[str, Any] | None = None  # the header that holds for all packets
     shape: Shape | None = None
     shapes: dict[int, Shape | None] = tree.new(dict)  # by microbatch; None: there is nothing to send
 
     def send_activation(self, i: int, packet: Packet | None) -> list[tuple[Work, Tensor]]:
         """Begin to send a packet; in place of None, which is for what failed, zeros if anything is expected."""
-        announces = self.dynamic or self.known is None
+        announces = self.dynamic or self.header is None
         if packet is None:
-            header: dict[str, Any] = {"failed": True} if self.dynamic or self.known is None else self.known
+            header: dict[str, Any] = {"failed": True} if self.dynamic or self.header is None else self.header
         else:
             header = packet.header("")
-            if not announces and text_of(header) != text_of(self.known):
-                raise other_shape(header, self.known)
+            if not announces and text_of(header) != text_of(self.header):
+                raise other_shape(header, self.header)
         shape = Shape.of(header) if announces else self.shape
         if packet is not None:
             tensors = [x for x in packet.leaves if isinstance(x, Tensor)]
@@ -105,7 +105,7 @@ class Border:
             tensors = [torch.zeros(s, dtype=dtype, device=self.activations.device) for dtype, s, _ in kinds]
         messages = _bytes(tensors)  # from here on nothing of ours can fail, and leave the other rank waiting
         if announces:
-            self.known, self.shape = header, shape
+            self.header, self.shape = header, shape
             text = torch.frombuffer(bytearray(text_of(header).encode()), dtype=torch.uint8)
             messages = [*_bytes([torch.tensor([len(text)], dtype=torch.int64, device="cpu"), text]), *messages]
         self.shapes[i] = self.shape
@@ -130,7 +130,7 @@ class Border:
     def receive_activation(self, i: int) -> None:
         """Expect a packet; begin to receive it if it is known what it will be."""
         self.activations.expected.append(i)
-        if not self.early or (self.known is not None and not self.dynamic):
+        if not self.early or (self.header is not None and not self.dynamic):
             self._begin(i)
 
     def receive_gradient(self, i: int) -> None:
@@ -164,9 +164,9 @@ class Border:
         """Begin to receive what is expected, in order, up to a microbatch."""
         while i not in self.activations.begun:
             j = self.activations.expected.popleft()
-            if self.dynamic or self.known is None:
-                self.known = self._header()
-                self.shape = Shape.of(self.known)
+            if self.dynamic or self.header is None:
+                self.header = self._header()
+                self.shape = Shape.of(self.header)
             self.shapes[j] = self.shape
             kinds = [] if self.shape is None else [(t[0], t[1]) for t in self.shape.tensors if t is not None]
             self.activations.begin(j, kinds)

@@ -92,7 +92,7 @@ class Stage:
         self.add = add  # of gradients: `add(backward, last=...)`
         self.again = again  # names of parameters that an earlier stage has too, which counts what views note of them
         self.is_last = layers.stop == len(loss)
-        self.held: dict[int, list[Piece]] = {}  # by microbatch
+        self.pieces: dict[int, list[Piece]] = {}  # by microbatch
         self.rests: dict[int, list[tuple[Rest, Piece]]] = {}  # what W still has to do
         self.cuts: dict[int, dict[str, Cut]] = {}  # by microbatch, where there are views
         self.whole: set[int] = set()  # layers that B ran whole
@@ -106,7 +106,7 @@ class Stage:
 
         With `split` every call is a piece of its own, so that backward can be done in two halves.
         """
-        self.held[i] = []
+        self.pieces[i] = []
         packet, current = packet.loose(), dict(self.buffers)
         trains = torch.is_grad_enabled() and bool(self.leaves or any(packet.wants))
         rows = targets if self.layers.start else (packet.leaves, targets)
@@ -143,7 +143,7 @@ class Stage:
         self._count_pieces(i)
 
         def run(_: list[Tensor]) -> None:
-            for piece in reversed(self.held.pop(i)):
+            for piece in reversed(self.pieces.pop(i)):
                 current[0] = self._backward(i, piece, current[0])
                 self._end_piece(i, piece)
             del self.cuts[i]
@@ -158,7 +158,7 @@ class Stage:
         self._count_pieces(i)
 
         def run(_: list[Tensor]) -> None:
-            for piece in reversed(self.held.pop(i)):
+            for piece in reversed(self.pieces.pop(i)):
                 edges, arrived = piece.roots(current[0])
                 halves = None
                 if edges and not piece.whole:
@@ -196,7 +196,7 @@ class Stage:
     def _count_pieces(self, i: int) -> None:
         """Say in how many pieces of backward the gradient of each viewed parameter of microbatch `i` comes."""
         for name, cut in self.cuts[i].items():
-            cut.back.pieces = sum(name in self._names(piece) for piece in self.held[i])
+            cut.back.pieces = sum(name in self._names(piece) for piece in self.pieces[i])
 
     def _end_piece(self, i: int, piece: Piece) -> None:
         for name in self._names(piece) & self.cuts[i].keys():
@@ -236,7 +236,7 @@ class Stage:
     def _close(self, i: int, piece: Piece, packet: Packet) -> None:
         pairs = enumerate(zip(packet.leaves, packet.wants, strict=True))
         piece.outputs.extend((at, get_gradient_edge(x)) for at, (x, want) in pairs if want)
-        self.held[i].append(piece)
+        self.pieces[i].append(piece)
 
 
 def _groups(calls: list[losses.LayerCall]) -> list[list[losses.LayerCall]]:

@@ -60,7 +60,7 @@ class Pipeline:
     def parts(self, batch: Any) -> list[Any]:
         """Return inputs and targets, None for what is not there; nothing of what is no pair, and refused later."""
         each = batch.parts if isinstance(batch, Microbatches) else (batch,)
-        if not self.plan.reads or not all(tree.is_sequence(one) and len(one) == 2 for one in each):
+        if not self.plan.reads or not all(tree.is_sequence(part) and len(part) == 2 for part in each):
             return []
         halves = list(zip(*each, strict=True))
         return [None if all(x is None for x in half) else half[0] if len(half) == 1 else half for half in halves]
@@ -82,7 +82,7 @@ class Pipeline:
         if "kinds" not in asked:
             mine = sorted({str(x.dtype).removeprefix("torch.") for x in trained})
             replies = [mine] if everyone is None else everyone.exchange(mine, "step")
-            asked["kinds"] = sorted({name for one in replies for name in one})
+            asked["kinds"] = sorted({name for reply in replies for name in reply})
         return [getattr(torch, name) for name in asked["kinds"]]
 
     def messages(self, everyone: Axis, *, keeps: bool) -> Iterator[Expected]:
@@ -157,14 +157,14 @@ class Pipeline:
             mine = {name for i in layers for name in loss.layer(i).params}
             buffers = {name: run.buffers[name] for i in layers for name in loss.layer(i).buffers}
             leaves = [x for name, x in named.items() if name in mine]
-            own = {name: x for name, x in params.tree.items() if name in mine}
+            stage_params = {name: x for name, x in params.tree.items() if name in mine}
             again = {name for name in mine if self.owned.stages[name][0] != index}
-            stages[index] = Stage(run.each, loss, layers, own, leaves, buffers, add, again)
+            stages[index] = Stage(run.each, loss, layers, stage_params, leaves, buffers, add, again)
         failure = None if run.batch.error is None else Failure.of(run.batch.error)
         microbatches: list[Any] = [None] * run.batch.count
         if run.batch.microbatches is not None:
             try:
-                microbatches = [loss.split(one) for one in run.batch.microbatches]
+                microbatches = [loss.split(microbatch) for microbatch in run.batch.microbatches]
             except Exception as error:
                 failure = Failure.of(error)
         return Computations(
@@ -197,7 +197,7 @@ class Pipeline:
         failure = run_row(plan, work, post, failure)
         if plan.plan.trains:
             for stage in post.borders:
-                self.headers[stage] = post.borders[stage].known
+                self.headers[stage] = post.borders[stage].header
         return failure
 
     def _agree(
@@ -223,20 +223,20 @@ class Pipeline:
         # what a call says that earlier ones did not, or that something failed, is told in words
         news = failure is not None or not self.whole.issuperset(whole) or kinds not in (None, self.kinds.get(what))
         numbers = everyone.exchange_numbers([int(news or what not in self.kinds), int(wide)], what)
-        if not any(told for told, _ in numbers):
-            return _like(totals, self.kinds[what], self.owned.device), any(some for _, some in numbers)
+        if not any(has_news for has_news, _ in numbers):
+            return _like(totals, self.kinds[what], self.owned.device), any(is_wide for _, is_wide in numbers)
         reports = everyone.exchange([failure and failure.json(), kinds, whole], what)
-        if failed := first_failure([one[0] for one in reports]):
+        if failed := first_failure([report[0] for report in reports]):
             rank, first = failed
             mine = failure is not None and rank == everyone.index
             first = failure if mine and failure is not None else first
             raise first.raised(f"rank {rank} of {everyone.name}")
-        every = [one[1] for one in reports if one[1] is not None]
-        if any(kinds != every[0] for kinds in every):
-            raise LossError("ranks return different metrics", got=str(every[-1]), want=str(every[0]))
-        self.whole.update(layer for one in reports for layer in one[2])
-        self.kinds[what] = every[0]
-        return _like(totals, every[0], self.owned.device), any(some for _, some in numbers)
+        all_kinds = [report[1] for report in reports if report[1] is not None]
+        if any(kinds != all_kinds[0] for kinds in all_kinds):
+            raise LossError("ranks return different metrics", got=str(all_kinds[-1]), want=str(all_kinds[0]))
+        self.whole.update(layer for report in reports for layer in report[2])
+        self.kinds[what] = all_kinds[0]
+        return _like(totals, all_kinds[0], self.owned.device), any(is_wide for _, is_wide in numbers)
 
     def __repr__(self) -> str:
         who = "one process" if self.axis is None else f"{self.axis.name} ({self.axis.size} ranks)"

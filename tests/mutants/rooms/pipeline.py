@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "shape-of-the-first-for-all",
         "fds/transforms/pipeline/post.py",
-        "if not announces and text_of(header) != text_of(self.known):",
+        "if not announces and text_of(header) != text_of(self.header):",
         "if False:",
         "a microbatch of another shape is sent as if it had that of the first",
         "tests/pipeline/test_messages.py -k 'lengths or shape'",
@@ -118,8 +118,8 @@ MUTANTS = (
     Mutant(
         "first-failure-by-rank",
         "fds/transforms/pipeline/computations.py",
-        "found = [(one[0], rank, one) for rank, one in enumerate(failures) if one is not None]",
-        "found = [(rank, rank, one) for rank, one in enumerate(failures) if one is not None]",
+        "ranked = [(report[0], rank, report) for rank, report in enumerate(failures) if report is not None]",
+        "ranked = [(rank, rank, report) for rank, report in enumerate(failures) if report is not None]",
         "what came of a failure is raised in the place of what failed first",
         "tests/pipeline -k two_failures",
     ),
@@ -142,7 +142,7 @@ MUTANTS = (
     Mutant(
         "metrics-of-data-ranks-mixed",
         "fds/transforms/pipeline/station.py",
-        "if any(kinds != every[0] for kinds in every):",
+        "if any(kinds != all_kinds[0] for kinds in all_kinds):",
         "if False:",
         "data ranks whose criteria return different metrics are not told apart",
         "tests/pipeline/test_failures.py -k metrics",

@@ -96,7 +96,7 @@ MUTANTS = (
     Mutant(
         "checkpoint-in-place-alone",
         "fds/transforms/checkpoint_activations.py",
-        "if full and not (groups and one.in_place):",
+        "if full and not (groups and layer_call.in_place):",
         "if full:",
         "a layer that writes over its input gets a checkpoint of its own, and what it is given is kept for it",
         "tests/transforms/test_checkpoint_memory.py",
@@ -288,8 +288,8 @@ MUTANTS = (
     Mutant(
         "precision-casts-targets",
         "fds/transforms/precision.py",
-        'own = ("0", "0.*") if isinstance(step.loss, Layers) else ("*",)',
-        'own = ("*",)',
+        'default = ("0", "0.*") if isinstance(step.loss, Layers) else ("*",)',
+        'default = ("*",)',
         "targets of `Layers` are rounded to 16 bit like inputs",
         "tests/transforms/test_precision.py",
     ),
