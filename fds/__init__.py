@@ -64,6 +64,9 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.step import Step, Transform, compose, evaluate
     from fds.state import State
 
+    # models that become smaller
+    from fds.compression.reduce_layers import reduce_layers
+
     # what it takes
     from fds.profiling import estimate_memory, profile, profile_memory, profile_model
 
@@ -92,6 +95,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
         curvature,
         data,
         debugging,
+        distill,
         errors,
         kernels,
         monitors,
@@ -103,6 +107,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
         transports,
     )
     from fds import tree as tree
+    from fds import compression as compression
     from fds import command_line as command_line, containers as containers, display as display, layout as layout
     from fds import (
         loss as loss,
@@ -147,6 +152,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.kernels": "reference_kernels triton_kernels",
         "fds.step.sharding.handles": "materialize",
         "fds.state": "State",
+        "fds.compression.reduce_layers": "reduce_layers",
         "fds.profiling": "estimate_memory profile profile_memory profile_model",
         "fds.storage": "export_weights import_deepspeed import_weights load save save_async",
         "fds.monitors": "monitor",
@@ -157,9 +163,9 @@ __getattr__, __dir__ = lazily(
         "fds.config.initialize": "add_config_arguments initialize",
         "fds.errors": "FdsError",
     },
-    submodules="autodiff collectives command_line config containers curvature data debugging display errors kernels "
-    "layout loss media microbatches monitors nn optim plans profiling random reporting schedules state step storage "
-    "timing transforms transports tree",
+    submodules="autodiff collectives command_line compression config containers curvature data debugging "
+    "display distill errors kernels layout loss media microbatches monitors nn optim plans profiling "
+    "random reporting schedules state step storage timing transforms transports tree",
     elsewhere={"fds.monitors": "CSV Comet Console JSONL TensorBoard WandB", "fds.display": "Progress"},
 )
 
@@ -199,6 +205,7 @@ __all__ = [
     "data",
     "debugging",
     "disk",
+    "distill",
     "donate",
     "dump_state",
     "ema",
@@ -243,6 +250,7 @@ __all__ = [
     "random_ltd",
     "recipe",
     "record_run",
+    "reduce_layers",
     "reference_kernels",
     "report",
     "save",

@@ -36,6 +36,8 @@ ROOMS = (  # in the order of data flow
     "fds.monitors",
     "fds.timing",
     "fds.transports",
+    "fds.compression",
+    "fds.distill",
     "fds.debugging",
     "fds.reporting",
     "fds.config",

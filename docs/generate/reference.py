@@ -31,6 +31,8 @@ TITLES = {
     "fds.monitors": "Monitors of a run",
     "fds.timing": "Times of a step",
     "fds.transports": "Messages in fewer bytes",
+    "fds.compression": "Smaller models",
+    "fds.distill": "Students and teachers",
     "fds.debugging": "Debugging a run",
     "fds.reporting": "The page of a run",
     "fds.config": "DeepSpeed's configuration",

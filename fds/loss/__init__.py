@@ -1,6 +1,6 @@
 """The loss as a value: `Mean`, `functional`, `with_buffers`, `Layers` and its specs, recipes."""
 
-from fds.loss.blocks import NAMES, Block, at_blocks, first_of
+from fds.loss.blocks import NAMES, Block, at_blocks, first_of, row_of_one_class
 from fds.loss.layers import Layers
 from fds.loss.microbatch import (
     Found,
@@ -56,6 +56,7 @@ __all__ = [
     "name",
     "read",
     "recipe",
+    "row_of_one_class",
     "run",
     "with_buffers",
 ]

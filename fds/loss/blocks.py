@@ -97,7 +97,7 @@ def at_blocks(loss: Any, names: Any, rule: BlockRule, where: str) -> dict[str, A
     Raises `ComposeError` for names that match nothing, and where there is no such list, or are several.
     """
     if isinstance(loss, Layers):
-        chosen = _row_of_one_class(loss, where) if names is None else _chosen(names, loss.names, loss.names, where)
+        chosen = row_of_one_class(loss, where) if names is None else _chosen(names, loss.names, loss.names, where)
         places = [i for i, name in enumerate(loss.names) if name in chosen]
         of_layers = {
             i: Block(place, len(places), loss.names[i], in_place=loss.layer(i).in_place)
@@ -159,8 +159,11 @@ def _chosen(names: Any, listed: Sequence[str], numbered: Sequence[str], where: s
         ) from None
 
 
-def _row_of_one_class(loss: Layers, where: str) -> set[str]:
-    """Return the names of the longest row of layers of one class, the first of several."""
+def row_of_one_class(loss: Layers, where: str) -> set[str]:
+    """Return the names of the longest row of layers of one class, the first of several.
+
+    Raises `ComposeError` where no two layers in a row are of one class; `where` names the caller in it.
+    """
     kinds = (layer.cls if isinstance(layer, LayerSpec) else type(layer) for layer in loss.layers)
     rows = [list(row) for _, row in itertools.groupby(zip(loss.names, kinds, strict=True), key=lambda pair: pair[1])]
     longest = max(rows, key=len)

@@ -33,11 +33,13 @@ ROOMS = {
     "transports": "step kernels layout collectives reading random errors",
     "profiling": f"step {BELOW_STEP}",
     "curvature": "kernels loss random collectives state tree errors",
-    "transforms": f"step {BELOW_STEP} kernels nn plans profiling schedules",
+    "compression": "step loss layout kernels nn random tree errors storage",
+    "transforms": f"compression step {BELOW_STEP} kernels nn plans profiling schedules",
     "nn": "collectives kernels loss random tree errors",
     "storage": "step media state layout collectives tree errors",
     "data": "collectives display lazy media microbatches random storage tree errors",
 }
+ROOMS["distill"] = "kernels lazy loss optim state step transforms tree errors"
 ROOMS["display"] = "_html collectives errors"
 ROOMS["timing"] = "collectives errors loss profiling state step tree"
 ROOMS["monitors"] = "collectives display errors state"
