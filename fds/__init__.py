@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.curriculum import curriculum
     from fds.transforms.local_updates import local_updates
     from fds.transforms.precision import autocast, precision
+    from fds.transforms.quantize_weights import quantize_weights
     from fds.transforms.checkpoint_activations import checkpoint_activations
     from fds.transforms.layer_drop import layer_drop
     from fds.transforms.random_ltd import random_ltd
@@ -91,6 +92,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds import (
         autodiff,
         collectives,
+        compression,
         config,
         curvature,
         data,
@@ -107,7 +109,6 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
         transports,
     )
     from fds import tree as tree
-    from fds import compression as compression
     from fds import command_line as command_line, containers as containers, display as display, layout as layout
     from fds import (
         loss as loss,
@@ -139,6 +140,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.curriculum": "curriculum",
         "fds.transforms.local_updates": "local_updates",
         "fds.transforms.precision": "autocast precision",
+        "fds.transforms.quantize_weights": "quantize_weights",
         "fds.transforms.checkpoint_activations": "checkpoint_activations",
         "fds.transforms.layer_drop": "layer_drop",
         "fds.transforms.random_ltd": "random_ltd",
@@ -197,6 +199,7 @@ __all__ = [
     "collectives",
     "compile",
     "compose",
+    "compression",
     "config",
     "context_parallel",
     "curvature",
@@ -246,6 +249,7 @@ __all__ = [
     "profile_model",
     "profiled",
     "quantize_frozen",
+    "quantize_weights",
     "random",
     "random_ltd",
     "recipe",

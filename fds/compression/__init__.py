@@ -1,1 +1,12 @@
 """Compression: quantization grids, pruning masks, and models that become smaller. Mathematics and values alone."""
+
+from typing import TYPE_CHECKING
+
+from fds.lazy import lazily
+
+if TYPE_CHECKING:
+    from fds.compression.grids import Packed, pack
+
+__getattr__, __dir__ = lazily(__name__, {"fds.compression.grids": "Packed pack"})
+
+__all__ = ["Packed", "pack"]

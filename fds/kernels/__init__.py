@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fds.kernels.choice import chosen, explained, only, prefer_triton
     from fds.kernels.dropout_add import bias_dropout_add, dropout
     from fds.kernels.elementwise import adamw, lion, sgd
+    from fds.kernels.fake_quantized import fake_quantize
     from fds.kernels.flash import flash_attention
     from fds.kernels.gelu import bias_gelu, bias_gelu_linear
     from fds.kernels.head_loss import linear_cross_entropy
@@ -37,6 +38,7 @@ __getattr__, __dir__ = lazily(__name__, {
     "fds.kernels.choice": "chosen explained only prefer_triton",
     "fds.kernels.token_loss": "cross_entropy",
     "fds.kernels.head_loss": "linear_cross_entropy",
+    "fds.kernels.fake_quantized": "fake_quantize",
     "fds.kernels.quantized": "quantize",
     "fds.kernels.signs": "pack_signs sign_bits signs_of",
     "fds.kernels.sums": "dequantize sum_messages unpack_signs",
@@ -47,7 +49,7 @@ __getattr__, __dir__ = lazily(__name__, {
 
 __all__ = [
     "add_layer_norm", "add_rms_norm", "adamw", "attention", "bias_dropout_add", "bias_gelu", "bias_gelu_linear",
-    "chosen", "cross_entropy", "dequantize", "dropout", "explained", "flash_attention", "lamb", "layer_norm",
-    "linear_cross_entropy", "lion", "masked_softmax", "only", "pack_signs", "prefer_triton", "quantize", "rms_norm",
-    "rotary", "sgd", "sign_bits", "signs_of", "sum_messages", "swiglu", "unpack_signs",
+    "chosen", "cross_entropy", "dequantize", "dropout", "explained", "fake_quantize", "flash_attention", "lamb",
+    "layer_norm", "linear_cross_entropy", "lion", "masked_softmax", "only", "pack_signs", "prefer_triton", "quantize",
+    "rms_norm", "rotary", "sgd", "sign_bits", "signs_of", "sum_messages", "swiglu", "unpack_signs",
 ]

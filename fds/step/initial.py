@@ -26,7 +26,7 @@ from fds.step.residency.chunks import first_opt
 from fds.step.residency.contract import Residency, check_apart, deferred, hear, is_held, put_off, text_of
 from fds.step.residency.lives import resident, settled
 from fds.step.structure import Structure, contiguous_copy, frozen_names
-from fds.step.views import encode
+from fds.step.views import check_shapes, encode
 
 
 def initial(step: Stations, params: Any, key: int | Tensor) -> State:
@@ -309,6 +309,7 @@ def _read(step: Stations, params: Any, key: Tensor, *, own: bool) -> tuple[Any, 
     assert step.optimizer is not None
     whole = {name: tuple(x.shape) for name, x in tree.paths(shapes).items()}
     step.optimizer.bound(whole).check([name for name in floats if name not in still])
+    check_shapes(step.view, whole)
     if step.shard is not None and step.shard.gathers_on_use:
         assert structure.layout is not None
         step.gather.room(structure.layout, step.shard, step.gather.passing(structure.layout, step.shard))

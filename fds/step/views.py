@@ -5,6 +5,9 @@ called with that, before all other views. Both take `meta` tensors.
 
 A view that has a method `reads(leaf)` names other parameters (scores, steps of a grid, factors of low rank): it is
 called with them too, as the loss would see them without views, and its gradient goes to all of them.
+
+One that has a method `check(shapes)` is called with the whole shapes of all parameters, by name, before a state is made,
+and raises an `FdsError` for those that it cannot view.
 """
 
 from __future__ import annotations
@@ -28,6 +31,13 @@ from fds.step.sharding.viewed import Known, OnUse
 from fds.step.structure import Casts
 
 View = Callable[..., Tensor]  # (x, leaf, call), and with `reads` a dict of what it reads, by name
+
+
+def check_shapes(views: Sequence[Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Have views that look at all parameters do so, given their whole shapes."""
+    for view in views:
+        if forms.looks_at_shapes(view):
+            view.check(shapes)
 
 
 def encode(encodings: Sequence[Any], x: Tensor, leaf: Leaf) -> Tensor:

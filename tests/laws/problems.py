@@ -392,6 +392,8 @@ TRANSFORMS: dict[str, Part] = {
     "half": Part(lambda: fds.precision(torch.float16), excludes="precision"),
     "references": Part(lambda: reference_kernels()),
     "autocast": Part(lambda: fds.autocast(torch.bfloat16), "context", "precision"),
+    "quantized": Part(lambda: fds.quantize_weights("*", bits=(8, 6), mixing=0.25), "view", "weights"),
+    "stochastic": Part(lambda: fds.quantize_weights("*", bits=6, rounding="stochastic"), "view", "weights"),
     "offload": Part(lambda: fds.offload("host", "host", averages="host", ratio=0.7), excludes="place"),
     "offload_to_disk": Part(_on_disk, excludes="place"),
 }

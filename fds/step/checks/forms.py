@@ -92,9 +92,15 @@ def is_reading(view: object) -> bool:
     return hasattr(view, "reads")
 
 
+def looks_at_shapes(view: object) -> bool:
+    """Say whether an entry of the station `view` looks at the shapes of all parameters before a state is made."""
+    return hasattr(view, "check")
+
+
 def _is_view(x: Any) -> bool:
     names = ("x", "leaf", "call", *(["read"] if is_reading(x) else ()))
-    return given(*names)(x) and (not is_encoding(x) or takes(2)(x.encode)) and (not is_reading(x) or takes(1)(x.reads))
+    methods = (("encode", 2), ("reads", 1), ("check", 1))
+    return given(*names)(x) and all(not hasattr(x, name) or takes(n)(getattr(x, name)) for name, n in methods)
 
 
 def is_around(context: object) -> bool:
@@ -115,8 +121,8 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "frozen": (lambda x: isinstance(x, str | AllBut), "a pattern of parameter names, or AllBut"),
     "view": (
         _is_view,
-        "a function (x, leaf, call) -> tensor, of one parameter; it may have encode(x, leaf); with reads(leaf), names "
-        "of other parameters, it is (x, leaf, call, read)",
+        "a function (x, leaf, call) -> tensor, of one parameter; it may have encode(x, leaf) and check(shapes); with "
+        "reads(leaf), names of other parameters, it is (x, leaf, call, read)",
     ),
     "context": (
         lambda x: takes(2)(x.around_layer) if is_around(x) else given("call")(x),

@@ -1,0 +1,155 @@
+"""Grids of integers: what quantizers of DeepSpeed 0.19.6 and torchao 0.18 made of the same weights, bit for bit."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fds.compression import pack
+from fds.compression.grids import numbers_per_group
+from fds.errors import ComposeError, KernelError
+from fds.kernels import fake_quantize
+from tests.bits import assert_same_bits
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "weight_grids.json").read_text())
+WEIGHTS = torch.tensor(GOLDEN["weights"])
+INF, NAN = math.inf, math.nan
+
+
+def case_name(case):
+    shifted = "" if case["symmetric"] else "shifted "
+    return f"{case['scheme']} {shifted}{case['bits']} by {case['group']} {case['dtype']}"
+
+
+def grid_of(case):
+    return {name: case[name] for name in ("scheme", "symmetric")}
+
+
+@pytest.mark.parametrize("case", GOLDEN["grids"], ids=case_name)
+def test_numbers_gradients_and_integers_are_those_of_the_library(case):
+    x = WEIGHTS.to(getattr(torch, case["dtype"])).requires_grad_()
+    y = fake_quantize(x.reshape(-1, case["group"]), case["bits"], **grid_of(case)).view(x.shape)
+    want = torch.tensor(case["numbers"], dtype=x.dtype)
+    sums = case["scheme"] == "deepspeed" and case["bits"] < 3  # in another order
+    torch.testing.assert_close(y.detach(), want, rtol=1e-6 if sums else 0, atol=0)
+    (ones,) = torch.autograd.grad(y.sum(), x)
+    if case["scheme"] == "deepspeed":
+        assert torch.equal(ones, torch.ones_like(x))
+    elif "ones" in case:
+        assert torch.equal(ones, torch.tensor(case["ones"]))
+    packed = pack(x, case["bits"], group=case["group"], **grid_of(case))
+    assert_same_bits(packed.numbers(), y)
+    low, high = -(2 ** (case["bits"] - 1)), 2 ** (case["bits"] - 1) - 1
+    integers = packed.integers()
+    if case["scheme"] == "deepspeed" and case["bits"] == 1:
+        assert set(integers.flatten().tolist()) == {-1, 1}
+    elif case["scheme"] == "deepspeed" and not case["symmetric"]:
+        assert integers.amin() == 0 and integers.amax() <= high - low
+    else:
+        assert integers.amin() >= low and integers.amax() <= high
+
+
+def test_bits_may_follow_time():
+    for scheme, symmetric, reach in (
+        ("deepspeed", True, (1, 8)),
+        ("deepspeed", False, (3, 8)),
+        ("torchao", True, (1, 8)),
+    ):
+        for bits in range(reach[0], 9):
+            want = fake_quantize(WEIGHTS, bits, scheme=scheme, symmetric=symmetric)
+            got = fake_quantize(WEIGHTS, torch.tensor(bits), scheme=scheme, symmetric=symmetric, reach=reach)
+            assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("bits", [16, 9, 8, 5, 4, 3, 2, 1])
+def test_odd_groups_are_packed_and_take_the_bytes_that_they_should(bits, dtype):
+    x = torch.linspace(-1, 1.3, 15, dtype=dtype).view(3, 5).sin()
+    for symmetric in (True, False) if bits > 2 else (True,):
+        packed = pack(x, bits, group=5, symmetric=symmetric)
+        assert_same_bits(packed.numbers(), fake_quantize(x, bits, symmetric=symmetric))
+        width = next(w for w in (1, 2, 4, 8, 16) if w >= bits)
+        scales = 3 * (8 if dtype is torch.float64 else 4) * (1 if symmetric else 2)
+        assert packed.num_bytes == 3 * math.ceil(5 * width / 8) + scales
+
+
+def test_what_other_libraries_make_nan_of():
+    for bits in (8, 4, 3, 2, 1):  # a block that begins as the identity has such weights
+        zeros = torch.zeros(2, 4)
+        assert torch.equal(fake_quantize(zeros, bits), zeros)
+        assert torch.equal(pack(zeros, bits, group=4).numbers(), zeros)
+    same = torch.tensor([[0.3, 0.3], [-7.1, -7.1]])
+    for scheme in ("deepspeed", "torchao"):
+        assert torch.isfinite(fake_quantize(torch.zeros(2, 4), 4, scheme=scheme, symmetric=False)).all()
+    assert torch.equal(fake_quantize(same, 4, symmetric=False), same)
+    assert torch.equal(pack(same, 4, group=2, symmetric=False).numbers(), same)
+    signs = fake_quantize(torch.tensor([[0.0, -0.0, 2.0, -2.0]]), 1)
+    assert signs.tolist() == [[1, 1, 1, -1]]  # the sign of 0 is 1
+
+
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_what_is_not_finite_spoils_its_group_alone(bad):
+    x = torch.tensor([[1.0, bad, 0.5], [0.1, 0.2, 0.3]])
+    for scheme, bits in (("deepspeed", 8), ("deepspeed", 2), ("deepspeed", 1), ("torchao", 4)):
+        y = fake_quantize(x, bits, scheme=scheme)
+        assert not torch.isfinite(y[0]).all() and torch.isfinite(y[1]).all()
+
+
+def test_noise_rounds_up_as_often_as_the_remainder_says():
+    x = torch.full((1, 20000), 0.3)
+    x[0, 0] = 127 / 128  # of 8 bits the scale is then 127 / 128^2
+    noise = torch.empty_like(x).uniform_(-0.5, 0.5, generator=torch.Generator().manual_seed(0))
+    y = fake_quantize(x, 8, noise=noise)[0, 1:]
+    scale = 127 / 128**2
+    assert len(y.unique()) == 2
+    assert abs(float(y.mean()) - 0.3) < 4 * scale / 2 / math.sqrt(len(y))
+
+
+def test_a_share_of_the_weight_is_mixed_in():
+    x = WEIGHTS.clone().requires_grad_()
+    for scheme in ("deepspeed", "torchao"):
+        y = fake_quantize(x, 4, scheme=scheme, kept=torch.tensor(0.25, dtype=torch.float64))
+        whole = fake_quantize(x, 4, scheme=scheme)
+        assert torch.equal(y, 0.25 * x + 0.75 * whole)
+        (dx,), (dy,) = (torch.autograd.grad(out.sum(), x) for out in (y, whole))
+        torch.testing.assert_close(dx, 0.25 + 0.75 * dy)
+        assert fake_quantize(x, 4, scheme=scheme, kept=torch.tensor(1.0)).equal(x)
+
+
+def test_groups_of_a_weight():
+    group = numbers_per_group
+    assert [group("w", (6, 8), 4, None), group("w", (6, 8), "rows", None), group("w", (6, 8), 1, 4)] == [12, 8, 4]
+    assert group("conv", (6, 2, 3, 3), "rows", None) == 18
+    assert group("b", (12,), "rows", None) == 12
+    for groups, size in ((5, None), (1, 5), (1, 16)):
+        with pytest.raises(ComposeError, match="cannot be cut") as error:
+            group("w", (6, 8), groups, size)
+        assert error.value.where == "w"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"bits": 0},
+        {"bits": 17},
+        {"bits": 2.0},
+        {"bits": True},
+        {"bits": torch.tensor(4)},
+        {"bits": 4, "reach": (2, 4)},
+        {"bits": 2, "symmetric": False},
+        {"bits": 1, "noise": torch.zeros_like(WEIGHTS)},
+        {"bits": 8, "noise": torch.zeros(2)},
+        {"bits": 8, "noise": torch.zeros_like(WEIGHTS), "scheme": "torchao"},
+        {"bits": 8, "scheme": "gguf"},
+        {"bits": 8, "x": WEIGHTS[0]},
+        {"bits": 8, "x": torch.ones(2, 2, dtype=torch.int64)},
+    ],
+    ids=lambda arguments: ", ".join(arguments),
+)
+def test_bad_arguments(arguments):
+    with pytest.raises(KernelError):
+        fake_quantize(**{"x": WEIGHTS, **arguments})
+    with pytest.raises(ComposeError):
+        pack(WEIGHTS, 4, group=5)
