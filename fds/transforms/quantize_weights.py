@@ -104,7 +104,7 @@ class Quantized:
         tree.match(self.factors, weights, what="quantize_weights(factors=...)")
         for name in weights:
             numbers_per_group(name, shapes[name], self.groups, self.group_size)
-            if any(one.takes(name, len(shapes[name])) for one in self.others):
+            if any(other.takes(name, len(shapes[name])) for other in self.others):
                 raise ComposeError(
                     "a weight is quantized twice", where=name, got=repr(self.patterns), want="patterns that are apart"
                 )

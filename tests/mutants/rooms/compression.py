@@ -1,0 +1,81 @@
+"""Mutants of compression: grids of integers, weights that are rounded, and bits that follow time."""
+
+from tests.mutants.mutant import Mutant
+
+GRIDS = "tests/compression/test_grids.py"
+WEIGHTS = "tests/transforms/test_quantize_weights.py"
+
+MUTANTS = (
+    Mutant(
+        "codes-overlap",
+        "fds/compression/grids.py",
+        "joined |= codes[..., place] << place * width",
+        "joined |= codes[..., place] << place",
+        "numbers of 4 bits lie in each other's bits",
+        GRIDS,
+    ),
+    Mutant(
+        "packed-integers-begin-at-0",
+        "fds/compression/grids.py",
+        "else codes.add_(self.lowest)",
+        "else codes",
+        "a packed weight has no negative numbers",
+        GRIDS,
+    ),
+    Mutant(
+        "zeros-are-divided-by-0",
+        "fds/kernels/fake_quantized.py",
+        "        scale = torch.where(scale == 0, 1, scale)\n        q = x / scale",
+        "        q = x / scale",
+        "a group of zeros is NaN",
+        GRIDS,
+    ),
+    Mutant(
+        "the-sign-of-0-is-0",
+        "fds/kernels/fake_quantized.py",
+        "(x >= 0).to(x.dtype).mul_(2).sub_(1)",
+        "x.sign()",
+        "1 bit has three values",
+        GRIDS,
+    ),
+    Mutant(
+        "clamped-numbers-have-gradients",
+        "fds/kernels/fake_quantized.py",
+        "            inside = clamped == rounded.q",
+        "            inside = clamped == clamped",
+        "a number beyond torchao's grid has a gradient",
+        GRIDS,
+    ),
+    Mutant(
+        "the-period-stays",
+        "fds/transforms/quantize_weights.py",
+        "            period *= 2 * factor",
+        "            period += period * factor",
+        "eigenvalues count half, and no period is doubled twice",
+        WEIGHTS,
+    ),
+    Mutant(
+        "the-share-goes-on-falling",
+        "fds/transforms/quantize_weights.py",
+        "            last = torch.where(step >= t, t, last)",
+        "            last = torch.where(step >= t, last, last)",
+        "the share of the weight does not begin anew when a bit is dropped",
+        WEIGHTS,
+    ),
+    Mutant(
+        "evaluations-draw",
+        "fds/transforms/quantize_weights.py",
+        "if self.draws and call.training else None",
+        "if self.draws else None",
+        "an evaluation rounds at random",
+        WEIGHTS,
+    ),
+    Mutant(
+        "groups-are-those-of-the-part",
+        "fds/transforms/quantize_weights.py",
+        "        whole = tuple(x.shape) if cut is None else cut[0]",
+        "        whole = tuple(x.shape)",
+        "a rank of a tensor axis has scales of its own",
+        WEIGHTS,
+    ),
+)
