@@ -159,6 +159,9 @@ def test_attention_scores_are_compared_where_both_attend():
     torch.testing.assert_close(got, torch.stack(rows).mean(), rtol=1e-12, atol=0)
     (grad,) = torch.autograd.grad(got, s)
     assert grad.isfinite().all() and not grad[..., later].any() and not grad[1, :, 3:].any()
+    both_ways = [(s - t)[0].square().mean((0, 2)).sum(), (s - t)[1, :, :3, :3].square().mean((0, 2)).sum()]
+    got = mean(distill.attention(s, t, mask=mask))
+    torch.testing.assert_close(got, sum(both_ways) / 8, rtol=1e-12, atol=0)  # neither are tokens of padding keys
 
 
 def test_relations_of_models_of_different_widths():
