@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.offload import donate, offload
     from fds.transforms.profiled import profiled
     from fds.transforms.kernels import reference_kernels, triton_kernels
+    from fds.transforms.prune_weights import prune_weights
 
     # a parameter that is gathered when it is used, as a plain tensor
     from fds.step.sharding.handles import materialize
@@ -152,6 +153,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.offload": "donate offload",
         "fds.transforms.profiled": "profiled",
         "fds.transforms.kernels": "reference_kernels triton_kernels",
+        "fds.transforms.prune_weights": "prune_weights",
         "fds.step.sharding.handles": "materialize",
         "fds.state": "State",
         "fds.compression.reduce_layers": "reduce_layers",
@@ -248,6 +250,7 @@ __all__ = [
     "profile_memory",
     "profile_model",
     "profiled",
+    "prune_weights",
     "quantize_frozen",
     "quantize_weights",
     "random",

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from fds.lazy import lazily
 
 if TYPE_CHECKING:
+    from fds.compression import masks as masks
     from fds.compression.grids import Packed, pack
 
-__getattr__, __dir__ = lazily(__name__, {"fds.compression.grids": "Packed pack"})
+__getattr__, __dir__ = lazily(__name__, {"fds.compression.grids": "Packed pack"}, submodules="masks")
 
 __all__ = ["Packed", "pack"]

@@ -391,6 +391,7 @@ TRANSFORMS: dict[str, Part] = {
     "precision": Part(lambda: fds.precision(torch.bfloat16), excludes="precision"),
     "half": Part(lambda: fds.precision(torch.float16), excludes="precision"),
     "references": Part(lambda: reference_kernels()),
+    "prune_weights": Part(lambda: fds.prune_weights("*", density=0.5, offset=1), "view"),
     "autocast": Part(lambda: fds.autocast(torch.bfloat16), "context", "precision"),
     "quantized": Part(lambda: fds.quantize_weights("*", bits=(8, 6), mixing=0.25), "view", "weights"),
     "stochastic": Part(lambda: fds.quantize_weights("*", bits=6, rounding="stochastic"), "view", "weights"),

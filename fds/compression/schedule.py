@@ -1,0 +1,88 @@
+"""When masks of pruning are made, how dense they are, and of what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds.compression import masks
+from fds.compression.masks import Curve
+from fds.errors import ComposeError, is_a, is_int
+
+LATE = 8  # of so many skipped steps no mask is late
+
+
+@attrs.frozen
+class Schedule:
+    """From the update `offset` on masks are in use; from `start` to `end` they are made, every `stride` updates.
+
+    Whether a mask is looked at is decided on the host, by calls; whether and how it is made, by updates applied, which
+    the host does not know: each skipped step puts these behind. So it is looked at in the calls start, start + stride,
+    ... to `end`, in the LATE calls after that, and in later ones at distances that double: there it is made if it could
+    not be before.
+    """
+
+    density: float
+    offset: int
+    start: int
+    end: int
+    stride: int
+    curve: Curve
+
+    @classmethod
+    def of(
+        cls, density: float, offset: Any, end: Any, stride: Any, curve: Any, *, initial: bool, where: str
+    ) -> Schedule:
+        """Return the schedule of these arguments of a transform. Raises `ComposeError` for what none has."""
+        last = offset if end is None else end
+        for name, value, least in (("offset", offset, 0), ("end", last, offset), ("stride", stride, 1)):
+            if not is_int(value, least if is_int(least) else 0):
+                raise ComposeError(f"{where}: {name} counts updates", got=repr(value)[:60], want=f"an int >= {least}")
+        if curve not in ("cubic", "exponential"):
+            raise ComposeError(f"{where}: there is no such curve", got=repr(curve)[:60], want="'cubic', 'exponential'")
+        if initial and last != offset:
+            raise ComposeError(f"{where}: initial weights give one mask", got=f"end={end!r}", want="initial=True alone")
+        start, last = (0, 0) if initial else (offset, last)
+        return cls(density, offset, start, last, stride, curve)
+
+    def is_look(self, calls: int) -> bool:
+        """Say whether masks are looked at in the call after so many others."""
+        if calls <= self.end:
+            return calls >= self.start and (calls - self.start) % self.stride == 0
+        late = calls - self.end
+        return late <= LATE or late & (late - 1) == 0
+
+    def num_kept(self, step: Tensor, count: int) -> int | Tensor:
+        """Return how many of `count` blocks stay in a mask that is made after `step` updates."""
+        if self.start == self.end:
+            return masks.num_kept(self.density, count)
+        density = masks.density_at(step, self.density, self.start, self.end, self.curve)
+        return (density * count).ceil().long().clamp_min(masks.num_kept(self.density, count))
+
+    def current(self, step: Tensor, old: Tensor, final: int, make: Callable[[], Tensor]) -> Tensor:
+        """Return the mask of a call in which it is looked at: the old one, bool, or what `make` makes in its place.
+
+        `final` is how many numbers the last mask keeps: past the end one that keeps more was not made in time.
+        """
+        due = (step >= self.start) & ((step <= self.end) | (old.sum() > final))
+        return torch.where(due, make(), old)
+
+
+def patterns_of(values: Any, where: str, what: str = "") -> tuple[str, ...]:
+    """Return patterns of names, one or more unless `what` names an argument that may have none.
+
+    Raises `ComposeError` for anything else.
+    """
+    listed = tuple[str, ...](values) if is_a(values, tuple | list) else None
+    if listed is None or not all(is_a(pattern, str) and pattern for pattern in listed) or not (listed or what):
+        raise ComposeError(
+            f"{where} takes patterns of parameter names",
+            where=what,
+            got=repr(values)[:80],
+            want='say, "*.mlp.*.weight"; `*` crosses dots',
+        )
+    return listed

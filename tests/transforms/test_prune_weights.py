@@ -1,0 +1,292 @@
+"""Pruned weights: the loop by hand whose weights are multiplied by masks, wherever a step runs."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fds
+from fds import plans
+from fds.compression import masks
+from fds.errors import ComposeError, StateError
+from tests.bits import assert_same_bits
+
+ROWS, MICROBATCHES, CALLS, BAD, LR = 8, 4, 9, 4, 0.1
+WEIGHTS = ("0.weight", "2.weight", "4.weight")
+GRADUAL = {"density": 0.3, "offset": 1, "end": 7, "stride": 2}
+
+
+def layers():
+    torch.manual_seed(0)
+    linear = [nn.Linear(*size, dtype=torch.float64) for size in ((4, 12), (12, 8), (8, 2))]
+    first, second, third = linear
+    return fds.Layers([first, nn.Tanh(), second, nn.Tanh(), third], lambda out, y: (out - y).square().mean())
+
+
+LOSS = layers()
+PARAMS = LOSS.init(fds.random.key(0))
+
+
+def batch(call, bad=None):
+    g = torch.Generator().manual_seed(call)
+    x, y = (torch.randn(ROWS, n, generator=g, dtype=torch.float64) for n in (4, 2))
+    return x * torch.inf if call == bad else x, y
+
+
+def train(step, state, calls=range(CALLS), bad=None):
+    data = step.dimensions.data
+    for call in calls:
+        rows = batch(call, bad)
+        state, _ = step(state, rows if data is None else [x.chunk(data.size)[data.index] for x in rows])
+    return state
+
+
+def composed(*transforms, ranks=1, **arguments):
+    return fds.compose(
+        *transforms,
+        *[fds.accumulate(MICROBATCHES // ranks)] * (ranks != MICROBATCHES),
+        fds.prune_weights("*.weight", **arguments),
+        fds.skip_nonfinite(),
+        fds.sgd(LR, momentum=0.9, weight_decay=0.1),
+    )(LOSS)
+
+
+def by_hand(due, make, calls=range(CALLS), bad=None, used_from=0):
+    """Return parameters and masks of the plain loop; where `due(t, call)`, `make(t, weights)` makes a mask."""
+    params = {name: x.clone() for name, x in PARAMS.items()}
+    momenta = {name: torch.zeros_like(x) for name, x in params.items()}
+    stay, t = {name: torch.ones_like(params[name]) for name in WEIGHTS}, 0
+    for call in calls:
+        if due(t, call):
+            stay = {name: make(t, params[name]).to(torch.float64) for name in WEIGHTS}
+        if call == bad:
+            continue
+        leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
+        for rows in zip(*(x.chunk(MICROBATCHES) for x in batch(call)), strict=True):
+            use = t >= used_from
+            seen = {name: x * stay[name] if name in stay and use else x for name, x in leaves.items()}
+            (LOSS(seen, rows) / MICROBATCHES).backward()
+        for name, leaf in leaves.items():
+            momenta[name] = 0.9 * momenta[name] + leaf.grad + 0.1 * params[name]
+            params[name] = params[name] - LR * momenta[name]
+        t += 1
+    return params, stay
+
+
+def largest(t, weight, density=None):
+    """Return the mask of the largest magnitudes, by a sort."""
+    count = math.ceil((0.5 if density is None else density) * weight.numel())
+    mask = torch.zeros(weight.numel(), dtype=torch.bool)
+    mask[weight.abs().flatten().argsort(descending=True, stable=True)[:count]] = True
+    return mask.view(weight.shape)
+
+
+def gradual(t, weight):
+    return largest(t, weight, 1 - 0.7 * (1 - (1 - (t - 1) / 6) ** 3))
+
+
+def gradual_by_hand(calls=range(CALLS)):
+    return by_hand(lambda t, call: 1 <= t <= 7 and (t - 1) % 2 == 0, gradual, calls)
+
+
+def masks_of(state, slot="pruned_weights"):
+    return {n: masks.unpack(words, PARAMS[n].shape[1]).double() for n, words in state.slots[slot].items()}
+
+
+def assert_is(step, state, wanted):
+    params, stay = wanted
+    torch.testing.assert_close(step.params(state), params, rtol=0, atol=1e-12)
+    assert_same_bits(masks_of(state), stay)
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_one_mask_is_that_of_the_weights_when_the_updates_of_the_offset_are_applied(offset):
+    step = composed(density=0.5, offset=offset)
+    state = train(step, step.init(PARAMS))
+    assert_is(step, state, by_hand(lambda t, call: t == offset, largest, used_from=offset))
+    seen = {n: x * masks_of(state)[n] if n in WEIGHTS else x for n, x in step.params(state).items()}
+    torch.testing.assert_close(step.evaluate(state, batch(99))["loss"], LOSS(seen, batch(99)), rtol=0, atol=1e-12)
+
+
+def test_densities_fall_to_the_last_one():
+    step = composed(**GRADUAL)
+    state = train(step, step.init(PARAMS))
+    assert_is(step, state, gradual_by_hand())
+    assert int(masks_of(state)["2.weight"].sum()) == math.ceil(0.3 * 96)
+
+
+def test_a_mask_of_the_initial_weights_is_in_use_from_the_offset_on():
+    step = composed(density=0.5, offset=3, initial=True)
+    assert_is(step, train(step, step.init(PARAMS)), by_hand(lambda t, call: call == 0, largest, used_from=3))
+    # also where the first steps are skipped: weights stay as they are
+    state = train(step, step.init(PARAMS), bad=0)
+    assert_is(step, state, by_hand(lambda t, call: call == 0, largest, bad=0, used_from=3))
+
+
+def test_a_skipped_step_makes_no_mask():
+    step = composed(density=0.5, offset=2)
+    state = train(step, step.init(PARAMS), range(3), bad=2)
+    assert_is(step, state, by_hand(lambda t, call: False, largest, range(3), bad=2))
+    state = train(step, state, range(3, CALLS))
+    assert_is(step, state, by_hand(lambda t, call: t == 2, largest, bad=2))
+
+
+def test_masks_that_are_made_several_times_are_made_later_after_a_skipped_step():
+    step = composed(**GRADUAL)
+    state = train(step, step.init(PARAMS), range(12), bad=BAD)
+    due = lambda t, call: call in (1, 3, 5, 7, 8)  # with masks of 1, 3, 4, 6 and 7 updates
+    assert_is(step, state, by_hand(due, gradual, range(12), bad=BAD))
+
+
+def test_two_of_four_numbers_of_a_row_stay():
+    step = composed(block="2:4", offset=2)
+
+    def largest_two(t, weight):
+        groups = weight.abs().view(-1, 4)
+        return (groups >= groups.sort(1).values[:, 2:3]).view(weight.shape)
+
+    assert_is(step, train(step, step.init(PARAMS)), by_hand(lambda t, call: t == 2, largest_two, used_from=2))
+
+
+# at stage 3 with little room the view runs whenever the loss reads a matrix
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, "on use"])
+def test_ranks_make_the_masks_of_one(stage):
+    more = {"bucket_bytes": 256, "prefetch": 0, "max_live_bytes": 1024} if stage == "on use" else {}
+
+    def on_ranks():
+        sharded = fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=3 if more else stage, **more)
+        step = composed(sharded, ranks=2, **GRADUAL)
+        assert_is(step, train(step, step.init(PARAMS)), gradual_by_hand())
+
+    fds.simulate(on_ranks, 2)
+
+
+def test_stages_of_a_pipeline_prune_their_layers():
+    def on_ranks():
+        pipeline = fds.pipeline(plans.one_f_one_b, fds.mesh(pp=-1)["pp"], num_microbatches=MICROBATCHES)
+        step = composed(pipeline, ranks=MICROBATCHES, **GRADUAL)
+        assert_is(step, train(step, step.init(PARAMS)), gradual_by_hand())
+
+    fds.simulate(on_ranks, 2)
+
+
+PLAN = {"0": "column", "2": "row"}
+
+
+def test_ranks_of_a_tensor_axis_find_two_of_four_in_their_rows():
+    torch.manual_seed(0)
+    linear = [nn.Linear(*size, dtype=torch.float64) for size in ((4, 64), (64, 2))]
+    loss = fds.Layers([linear[0], nn.Tanh(), linear[1]], lambda out, y: (out - y).square().mean())
+
+    def trained(*transforms):
+        prune = fds.prune_weights("*", block="2:4", offset=1)
+        step = fds.compose(*transforms, prune, fds.sgd(LR))(loss)
+        state = step.init(loss.init)
+        for call in range(3):
+            state, _ = step(state, batch(call))
+        return step.params(state), state.slots
+
+    divided = lambda: trained(fds.tensor_parallel(fds.mesh(tp=-1)["tp"], PLAN))
+    (params, slots), (want, slots_of_one) = fds.simulate(divided, 2)[0], trained()
+    torch.testing.assert_close(params, want, rtol=0, atol=1e-12)
+    assert_same_bits(slots, slots_of_one)
+
+
+@pytest.mark.parametrize("arguments", [{"density": 0.5}, {"block": "2:4"}])  # 12 columns are cut in 6 and 6
+def test_numbers_of_several_ranks_are_not_compared(arguments):
+    def on_ranks():
+        step = composed(fds.tensor_parallel(fds.mesh(tp=-1)["tp"], PLAN), **arguments)
+        with pytest.raises(ComposeError, match="several ranks"):
+            train(step, step.init(PARAMS), range(1))
+
+    fds.simulate(on_ranks, 2)
+
+
+@pytest.mark.parametrize("at", [2, 6])
+def test_a_resumed_run_is_the_run(at, tmp_path):
+    step = composed(fds.ema(0.9), **GRADUAL)
+    whole = train(step, step.init(PARAMS))
+    fds.save(tmp_path, train(step, step.init(PARAMS), range(at)), step)
+    state, _ = fds.load(tmp_path, step, PARAMS)
+    assert_same_bits(train(step, state, range(at, CALLS)), whole)
+
+
+def test_two_prune_different_weights():
+    step = fds.compose(
+        fds.prune_weights("0.*", density=0.5),
+        fds.prune_weights("*", density=0.25, excluded=["0.*"], name="pruned_more"),
+        fds.sgd(LR),
+    )(LOSS)
+    slots = train(step, step.init(PARAMS), range(1)).slots
+    assert {name: [*slot] for name, slot in slots.items()} == {
+        "pruned_weights": ["0.weight"],
+        "pruned_more": ["2.weight", "4.weight"],
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"density": 0},
+        {"density": 2},
+        {"density": "0.5"},
+        {"density": 0.5, "block": "2:4"},
+        {"block": "2:4", "end": 3},
+        {"density": 0.5, "block": 4},
+        {"density": 0.5, "block": "0x1"},
+        {"density": 0.5, "offset": -1},
+        {"density": 0.5, "offset": 1.0},
+        {"density": 0.5, "offset": 3, "end": 2},
+        {"density": 0.5, "end": "never"},
+        {"density": 0.5, "stride": 0},
+        {"density": 0.5, "curve": "linear"},
+        {"density": 0.5, "initial": 1},
+        {"density": 0.5, "initial": True, "end": 5},
+        {"density": 0.5, "excluded": "*.bias"},
+        {"density": 0.5, "excluded": [3]},
+        {"density": 0.5, "name": "a.b"},
+        {"density": 0.5, "sparsity": 0.5},
+    ],
+)
+def test_arguments_that_are_none_are_refused(arguments):
+    with pytest.raises(ComposeError, match="prune_weights"):
+        fds.prune_weights("*", **arguments)
+
+
+@pytest.mark.parametrize("patterns", [(), (3,), ("",), (["*"],)])
+def test_patterns_are_texts(patterns):
+    with pytest.raises(ComposeError, match="patterns"):
+        fds.prune_weights(*patterns, density=0.5)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "arguments", "words"),
+    [
+        (["*.wait"], {"density": 0.5}, "matches no"),
+        (["*.bias"], {"density": 0.5}, "choose no weight"),
+        (["*"], {"density": 0.5, "excluded": ["6.*"]}, "matches no"),
+        (["*"], {"density": 0.5, "block": "5x1"}, "blocks"),
+        (["*"], {"block": "2:8"}, "blocks"),
+    ],
+)
+def test_weights_that_are_not_there_are_refused(patterns, arguments, words):
+    with pytest.raises(StateError, match=words):
+        fds.compose(fds.prune_weights(*patterns, **arguments), fds.sgd(LR))(LOSS).init(PARAMS)
+
+
+def test_ranks_with_parameters_of_their_own_make_no_common_mask():
+    def on_ranks():
+        local = fds.local_updates(fds.mesh(dp=-1)["dp"], every=2)
+        step = fds.compose(local, fds.prune_weights("*", density=0.5), fds.sgd(LR))(LOSS)
+        with pytest.raises(ComposeError, match="local_updates"):
+            train(step, step.init(PARAMS), range(1))
+
+    fds.simulate(on_ranks, 2)
+
+
+def test_two_need_slots_of_their_own():
+    prune = fds.prune_weights("*", density=0.5)
+    with pytest.raises(ComposeError, match="another name"):
+        fds.compose(prune, prune, fds.sgd(LR))(LOSS)
