@@ -42,22 +42,22 @@ class ReadOnly(Mapping[Any, Any]):
     Whoever writes into it is refused by `refuse`, a function that returns the error.
     """
 
-    __slots__ = ("held", "refuse")
+    __slots__ = ("mapping", "refuse")
 
-    def __init__(self, held: Mapping[Any, Any], refuse: Callable[[], Exception] = TypeError):
-        self.held, self.refuse = held, refuse
+    def __init__(self, mapping: Mapping[Any, Any], refuse: Callable[[], Exception] = TypeError):
+        self.mapping, self.refuse = mapping, refuse
 
     def __getitem__(self, key: Any) -> Any:
-        return self._shown(self.held[key])
+        return self._shown(self.mapping[key])
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.held)
+        return iter(self.mapping)
 
     def __len__(self) -> int:
-        return len(self.held)
+        return len(self.mapping)
 
     def __repr__(self) -> str:
-        return repr(self.held)
+        return repr(self.mapping)
 
     def __or__(self, other: Mapping[Any, Any]) -> dict[Any, Any]:
         return {**self, **other}
@@ -196,10 +196,10 @@ def _emptied(x: MutableMapping[Any, Any], children: Sequence[Any]) -> MutableMap
         if child is not None and x[key] is None:
             x[key] = child
             raise TypeError(f"a copy of a {type(x).__name__} writes into the original")
-    own: Any = getattr(empty, "__dict__", {})
-    for name, value in [] if own is empty else list(own.items()):
+    attributes: Any = getattr(empty, "__dict__", {})
+    for name, value in [] if attributes is empty else list(attributes.items()):
         if any(isinstance(y, Tensor) for y in (value if isinstance(value, list | tuple) else [value])):
-            del own[name]  # derived from the old children, as in `_blank`
+            del attributes[name]  # derived from the old children, as in `_blank`
     return empty
 
 

@@ -75,17 +75,17 @@ def top_eigenvalue(
     """
     _check(axis=axis, key=key)
     _check_power(max_iter, tol=tol, stability=stability)
-    if isinstance(blocks, str) or not all(isinstance(one, str) for one in blocks) or not blocks:
+    if isinstance(blocks, str) or not all(isinstance(pattern, str) for pattern in blocks) or not blocks:
         raise FdsError("not blocks", where="blocks", got=repr(blocks)[:80], want='["layers.0.*", "layers.1.*"]')
-    found: dict[str, tuple[float, int, bool]] = {}
+    results: dict[str, tuple[float, int, bool]] = {}
     hessian = _Hessian.of(loss, params, batch, axis, key)
     for block in blocks:
         names = tree.match([block], list(hessian.leaves), what="blocks")
-        found[block] = hessian.power([n for n in hessian.leaves if n in names], max_iter, tol, stability)
-    most = max(abs(value) for value, _, _ in found.values())
+        results[block] = hessian.power([n for n in hessian.leaves if n in names], max_iter, tol, stability)
+    most = max(abs(value) for value, _, _ in results.values())
     return {
         block: Eigenvalue(value, abs(value) / most if value else 1.0, iterations, converged)
-        for block, (value, iterations, converged) in found.items()
+        for block, (value, iterations, converged) in results.items()
     }
 
 
@@ -109,8 +109,8 @@ def sharpness(
     _check_power(max_iter, tol=tol)
     value, residual = _Hessian.of(loss, params, batch, axis, key).greatest(max_iter, tol)
     if residual > tol * abs(value):
-        known = f"an eigenvalue is within {residual:.2g} of {value:.6g}"
-        warnings.warn(f"sharpness: after {max_iter} products {known}, and tol is {tol:g} of it", stacklevel=2)
+        text = f"an eigenvalue is within {residual:.2g} of {value:.6g}"
+        warnings.warn(f"sharpness: after {max_iter} products {text}, and tol is {tol:g} of it", stacklevel=2)
     return value
 
 
@@ -133,12 +133,12 @@ def trace(
         raise FdsError("not a number of samples", where="num_samples", got=repr(num_samples)[:80], want="an int >= 2")
     hessian = _Hessian.of(loss, params, batch, axis, key)
     names = list(hessian.leaves)
-    found: list[float] = []
+    values: list[float] = []
     with random.seeded(random.key(key), "trace"):
         for _ in range(num_samples):
             v = [torch.randn(x.shape).sign().to(x.device, x.dtype) for x in hessian.leaves.values()]
-            found.append(_inner(hessian.times(names, v), v))
-    samples = torch.tensor(found, dtype=torch.float64)
+            values.append(_inner(hessian.times(names, v), v))
+    samples = torch.tensor(values, dtype=torch.float64)
     return float(samples.mean()), float(samples.std() / math.sqrt(num_samples))
 
 
@@ -191,10 +191,10 @@ class _Hessian:
         pairs = [(g, x) for name, x in zip(names, v, strict=True) if (g := self.gradients[name]).requires_grad]
         inputs = [self.leaves[name] for name in names]
         if not pairs:  # the gradient is a constant: the loss is linear
-            found = [torch.zeros_like(x) for x in inputs]
+            products = [torch.zeros_like(x) for x in inputs]
         else:
             try:
-                found = torch.autograd.grad(
+                products = torch.autograd.grad(
                     [g for g, _ in pairs], inputs, [x for _, x in pairs], retain_graph=True, materialize_grads=True
                 )
             except RuntimeError as error:
@@ -204,8 +204,8 @@ class _Hessian:
                     want="operators of torch that can be differentiated twice",
                 ) from error
         if self.axis is not None:
-            found = [self.axis.all_reduce(x.contiguous()) for x in found]
-        return [x / self.weight for x in found]
+            products = [self.axis.all_reduce(x.contiguous()) for x in products]
+        return [x / self.weight for x in products]
 
     def begin(self, names: Sequence[str], stability: float = 0.0) -> Vector:
         """Return a random vector of norm 1 for the block of these parameters. Raises `FdsError` where it has none."""
@@ -245,8 +245,8 @@ class _Hessian:
         settled = lambda: value == 0 or abs(value - before) < tol * abs(value)  # not after one product
         while count < max_iter and not settled():
             before = value
-            found = [torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in self.times(names, v)]
-            value, v, count = _inner(found, v), _normal(found, stability), count + 1
+            product = [torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in self.times(names, v)]
+            value, v, count = _inner(product, v), _normal(product, stability), count + 1
         return value, count, settled()
 
 

@@ -140,7 +140,9 @@ def _grouped(names: list[str]) -> str:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(".".join(name.split(".")[: 2 if name.startswith(("opt.", "slots.")) else 1]), []).append(name)
-    parts = (f"{group}.* ({len(held)})" if len(held) > 8 else ", ".join(held) for group, held in groups.items())
+    parts = (
+        f"{group}.* ({len(members)})" if len(members) > 8 else ", ".join(members) for group, members in groups.items()
+    )
     return ", ".join(parts)
 
 
@@ -229,9 +231,9 @@ def bound(
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as wrong:
-        unknown = [one for one in kwargs if one not in signature.parameters]
-        plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
-        by_name = [one.name for one in plain if one.kind is one.KEYWORD_ONLY]
+        unknown = [argument for argument in kwargs if argument not in signature.parameters]
+        plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+        by_name = [parameter.name for parameter in plain if parameter.kind is parameter.KEYWORD_ONLY]
         hint = (RETIRED.get((name, unknown[0])) or nearest(unknown[0], signature.parameters)) if unknown else ""
         if not hint and "positional" in str(wrong) and by_name:
             hint = f"by name: {', '.join(by_name)}"
@@ -282,8 +284,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     >>> did_you_mean("liner", ["log", "linear"])
     "did you mean 'linear'?"
     """
-    known = list(known)
-    return nearest(word, known) or "known: " + ", ".join(known[:20])
+    words = list(known)
+    return nearest(word, words) or "known: " + ", ".join(words[:20])
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -295,10 +297,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     >>> nearest("liner", ["log", "linear"]), nearest("cosine", ["log", "linear"])
     ("did you mean 'linear'?", '')
     """
-    part = lambda one: one.startswith(f"{word}_") or one.endswith(f".{word}")
-    ratios = [(max(_agreement(word, one), 0.6 * part(one)), one) for one in known]
-    near = [one for ratio, one in sorted(ratios, key=lambda pair: -pair[0]) if ratio >= 0.6]
-    return f"did you mean {max(near, key=lambda one: SequenceMatcher(None, one, word).ratio())!r}?" if near else ""
+    part = lambda other: other.startswith(f"{word}_") or other.endswith(f".{word}")
+    ratios = [(max(_agreement(word, other), 0.6 * part(other)), other) for other in known]
+    near = [other for ratio, other in sorted(ratios, key=lambda pair: -pair[0]) if ratio >= 0.6]
+    return f"did you mean {max(near, key=lambda other: SequenceMatcher(None, other, word).ratio())!r}?" if near else ""
 
 
 def _agreement(word: str, other: str) -> float:

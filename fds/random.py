@@ -61,16 +61,16 @@ class Fold:
     parent: Fold | None
     data: tuple[int | str | None, ...]
 
-    def words(self, base: Words, calls: int, known: dict[int, Words]) -> Words:
-        """Return the words that follow from a key's; `known` remembers those of other folds, by id."""
-        if id(self) not in known:
-            key = base if self.parent is None else self.parent.words(base, calls, known)
-            known[id(self)] = folded(key, *(calls if x is None else x for x in self.data))
-        return known[id(self)]
+    def words(self, base: Words, calls: int, cache: dict[int, Words]) -> Words:
+        """Return the words that follow from a key's; `cache` remembers those of other folds, by id."""
+        if id(self) not in cache:
+            key = base if self.parent is None else self.parent.words(base, calls, cache)
+            cache[id(self)] = folded(key, *(calls if x is None else x for x in self.data))
+        return cache[id(self)]
 
-    def seed(self, base: Words, calls: int, known: dict[int, Words]) -> int:
+    def seed(self, base: Words, calls: int, cache: dict[int, Words]) -> int:
         """Return the seed that follows from a key's words, as `random.seed` of it is."""
-        return (self.words(base, calls, known)[0] & _WORD) >> 1
+        return (self.words(base, calls, cache)[0] & _WORD) >> 1
 
     def __str__(self) -> str:
         data = ", ".join("calls" if x is None else repr(x) for x in self.data)
@@ -125,10 +125,10 @@ def fold_in(key: Tensor, *data: int | str) -> Tensor:
 
 def folded(key: Words, *data: int | str) -> Words:
     """Return what `fold_in` does, of words."""
-    found = struct.unpack("<qq", _digest(key, data))
+    numbers = struct.unpack("<qq", _digest(key, data))
     if type(key) is not TracedWords:
-        return found
-    traced = TracedWords(found)
+        return numbers
+    traced = TracedWords(numbers)
     traced.fold = _fold(key, data)
     return traced
 
@@ -145,10 +145,10 @@ def as_key(words: Words) -> Tensor:
 
 def seed(key: Tensor | Words, *data: int | str) -> int:
     """Return the 63-bit seed of `fold_in(key, *data)`, for a generator."""
-    found = int.from_bytes(_digest(key if isinstance(key, tuple) else words(key), data)[:8], "little") >> 1
+    number = int.from_bytes(_digest(key if isinstance(key, tuple) else words(key), data)[:8], "little") >> 1
     if type(key) is not TracedWords:
-        return found
-    traced = TracedSeed(found)
+        return number
+    traced = TracedSeed(number)
     traced.fold = _fold(key, data)
     return traced
 
@@ -344,12 +344,12 @@ def default_generators(devices: Iterable[torch.device]) -> list[torch.Generator]
     return generators
 
 
-def _devices(given: object) -> list[torch.device]:
-    found = list(given) if isinstance(given, Iterable) else [given]  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
-    if all(is_a(one, torch.device) for one in found):
-        return found  # pyright: ignore[reportReturnType]
+def _devices(devices: object) -> list[torch.device]:
+    listed = list(devices) if isinstance(devices, Iterable) else [devices]  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
+    if all(is_a(device, torch.device) for device in listed):
+        return listed  # pyright: ignore[reportReturnType]
     want = '[torch.device("cuda:0")], or None'
-    raise FdsError("these are no devices", where="devices", got=repr(given)[:80], want=want)  # pyright: ignore[reportUnknownArgumentType]
+    raise FdsError("these are no devices", where="devices", got=repr(devices)[:80], want=want)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _fold(key: TracedWords, data: tuple[int | str, ...]) -> Fold:

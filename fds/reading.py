@@ -50,7 +50,7 @@ def is_free(x: Tensor) -> bool:
     """Say whether reading this tensor costs nothing: it is on a CPU, and in no graph."""
     if x.device.type != "cpu":
         return False
-    return now.recording is None or any(x is one for one in now.recording.host)
+    return now.recording is None or any(x is tensor for tensor in now.recording.host)
 
 
 def constant(value: float, device: torch.device) -> Tensor:

@@ -38,7 +38,7 @@ class Token:
     @classmethod
     def after(cls, old: State, memory: Any) -> Token:
         """Return the token of the state that takes over the tensors of a donated one."""
-        return cls(memory=memory, before=[one for one in old.token.before if one() is not None] + [weakref.ref(old)])
+        return cls(memory=memory, before=[ref for ref in old.token.before if ref() is not None] + [weakref.ref(old)])
 
     def __reduce__(self) -> tuple[type[Token], tuple[int | None, bool]]:
         return Token, (self.spent_at, self.became)  # a copy has tensors of its own
@@ -78,7 +78,7 @@ class State:
         for path, leaf in leaves.items():
             words = path.split(".")
             groups.setdefault(".".join(words[: 2 if words[0] in ("opt", "slots") else 1]), {})[path] = leaf
-        rows = [(name, f"{len(held)}", *_summary(held.values())) for name, held in groups.items()]
+        rows = [(name, f"{len(group)}", *_summary(group.values())) for name, group in groups.items()]
         each = [(path, tuple(leaf.shape), *_summary([leaf])[1:]) for path, leaf in leaves.items()]
         return _html.box(
             "State",

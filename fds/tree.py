@@ -201,7 +201,7 @@ def parts(tree: Tree) -> tuple[list[Any], Any]:
     if _is_flat_sequence(tree):
         return list(tree), _sequence_structure(type(tree), len(tree))
     if type(tree) is ReadOnly:  # as the tree that it shows, which it may be mapped with
-        return parts(tree.held)
+        return parts(tree.mapping)
     try:
         flat, spec = pytree.tree_flatten(tree)
         while not _LEAVES.issuperset(_map(type, flat)) and _register_containers(flat):
@@ -252,7 +252,7 @@ def paths(tree: Tree) -> dict[str, Any]:
     if _is_flat_sequence(tree):
         return {str(i): x for i, x in enumerate(tree)}
     if type(tree) is ReadOnly:
-        return paths(tree.held)
+        return paths(tree.mapping)
     parts(tree)  # registers its containers
     named: dict[str, Any] = {}
     for keys, x in pytree.tree_flatten_with_path(tree)[0]:
@@ -287,7 +287,7 @@ def match(patterns: Iterable[str], names: Iterable[str], *, what: str) -> set[st
     ['0.bias', '1.bias']
     """
     names = list(names)
-    found: set[str] = set()
+    matches: set[str] = set()
     for pattern in patterns:
         hits = fnmatch.filter(names, pattern)
         if not hits:
@@ -297,8 +297,8 @@ def match(patterns: Iterable[str], names: Iterable[str], *, what: str) -> set[st
                 want="the name of a parameter, with * for any part of it",
                 hint=did_you_mean(pattern, names),
             )
-        found.update(hits)
-    return found
+        matches.update(hits)
+    return matches
 
 
 def nodes(tree: object) -> list[Any]:
@@ -318,7 +318,7 @@ def nodes(tree: object) -> list[Any]:
         inside = [getattr(tree, field.name) for field in attrs.fields(type(tree)) if "role" not in field.metadata]
     else:
         return [None] if type(tree) in pytree.SUPPORTED_NODES and leaves(tree) else []
-    return [tree, *(found for one in inside for found in nodes(one))] if inside else []
+    return [tree, *(node for child in inside for node in nodes(child))] if inside else []
 
 
 def named(names: Sequence[str], most: int = 8) -> str:
@@ -402,8 +402,8 @@ def _copied(tree: Tree) -> Tree:
 
 def _up_to(spec: Any, like: Tree, tree: Tree, what: str = "") -> list[Any]:
     """Return the subtrees of `tree` that correspond to the leaves of `like`, whose structure is `spec`."""
-    like = like.held if type(like) is ReadOnly else like
-    tree = tree.held if type(tree) is ReadOnly else tree
+    like = like.mapping if type(like) is ReadOnly else like
+    tree = tree.mapping if type(tree) is ReadOnly else tree
     try:
         return spec.flatten_up_to(tree)
     except FdsError:  # from the `check` of a record
@@ -423,10 +423,10 @@ def _difference(like: Tree, tree: Tree, path: str = "") -> tuple[str, str, str] 
     for name in [*here, *(name for name in there if name not in here)]:
         at = ".".join(filter(None, (path, name)))
         if name not in there or name not in here:
-            got, want = (_described(one[name]) if name in one else "nothing" for one in (there, here))
+            got, want = (_described(children[name]) if name in children else "nothing" for children in (there, here))
             return at, got, want
-        if found := _difference(here[name], there[name], at):
-            return found
+        if difference := _difference(here[name], there[name], at):
+            return difference
     return None
 
 
@@ -450,10 +450,10 @@ def _loop(tree: Tree, above: tuple[Any, ...], path: str) -> str | None:
     """Return the path of a container that contains itself."""
     for name, x in _children(tree)[0].items():
         at = ".".join(filter(None, (path, name)))
-        if any(x is one for one in (*above, tree)):
+        if any(x is container for container in (*above, tree)):
             return at
-        if found := _loop(x, (*above, tree), at):
-            return found
+        if loop := _loop(x, (*above, tree), at):
+            return loop
     return None
 
 

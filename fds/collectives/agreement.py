@@ -109,8 +109,8 @@ class _CheckedMessage:
 
     checked: Checked
     collective: Collective
-    own: str
-    other: str
+    text: str
+    peer_text: str
     started: Work
     over: bool = False
 
@@ -118,7 +118,7 @@ class _CheckedMessage:
         if self.over:
             return
         checked, collective = self.checked, self.collective
-        rows = {checked.ranks[checked.index]: self.own, checked.ranks[collective.peer]: self.other}
+        rows = {checked.ranks[checked.index]: self.text, checked.ranks[collective.peer]: self.peer_text}
         checked.compare(collective, rows, lambda text: text.partition(" of ")[2])
         self.started.wait()
         self.over = True

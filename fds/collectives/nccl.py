@@ -64,13 +64,13 @@ class _NcclWork:
     host: GlooLink
     collective: Collective
     work: Any
-    held: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
 
     def wait(self) -> None:
-        if self.held:
+        if self.tensors:
             with naming(self.host, self.collective):
                 self.work.wait()
-            self.held = ()
+            self.tensors = ()
 
     def done(self) -> bool:
-        return not self.held or self.work.is_completed()
+        return not self.tensors or self.work.is_completed()

@@ -127,10 +127,10 @@ def _show(options: Options) -> int:
 def _verify(options: Options) -> int:
     path, tag = locate(options.dir, options.tag)
     wrong = 0
-    for one in (options.all and tags(path)) or [tag]:
-        faults = verify(path, one)
+    for save_tag in (options.all and tags(path)) or [tag]:
+        faults = verify(path, save_tag)
         wrong += bool(faults)
-        name = escaped(str(path) if one is None else f"{path}:{one}")
+        name = escaped(str(path) if save_tag is None else f"{path}:{save_tag}")
         showing.show([f"{name}: {'damaged' if faults else 'whole'}", *(f"  {escaped(text)}" for text in faults)])
     return 1 if wrong else 0
 

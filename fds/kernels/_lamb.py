@@ -306,9 +306,9 @@ def _launches(columns: Columns, groups: list[Group], tiles: Tiles) -> Iterator[_
     """Yield the launches of a pass: one for a group with a table, else one for each slice."""
     for group in groups:
         options = {"ALIGNED": group.aligned, **group.meta}
-        some = list(group.indices)
-        for i in some[:1] if group.table is not None else some:
-            first, end = tiles.starts[i], tiles.ends[i if group.table is None else some[-1]]
+        indices = list(group.indices)
+        for i in indices[:1] if group.table is not None else indices:
+            first, end = tiles.starts[i], tiles.ends[i if group.table is None else indices[-1]]
             if first < end:
                 yield _Launch(columns.row(i), group.table, first, end - first, options)
 
@@ -394,11 +394,11 @@ def _by_kernels(
 
 def _by_reference(columns: Columns, spans: SliceSpans, reduce: Callable[[Tensor], Tensor], **options: Any) -> None:
     rows = list(zip(columns.rows(), spans, strict=True))
-    own = {name: options[name] for name in ("beta1", "beta2", "grad_scale")}
+    of_moments = {name: options[name] for name in ("beta1", "beta2", "grad_scale")}
     shared = {name: options[name] for name in ("eps", "weight_decay", "eps_inside_sqrt", "skip")}
-    squares = [_reference_moments(*row[:4], segments=inside, **own, **shared) for row, inside in rows]
+    squares = [_reference_moments(*row[:4], segments=inside, **of_moments, **shared) for row, inside in rows]
     parts = reduce(torch.cat(squares, dim=1)).split(list(map(len, spans)), dim=1)
     names = ("step", "lr", "beta1", "beta2", "min_coeff", "max_coeff", "bias_correction")
-    own = {name: options[name] for name in names}
+    of_params = {name: options[name] for name in names}
     for ((param, _, m, v, low), inside), part in zip(rows, parts, strict=True):
-        _reference_params(param, m, v, part, segments=inside, out=low, **own, **shared)
+        _reference_params(param, m, v, part, segments=inside, out=low, **of_params, **shared)

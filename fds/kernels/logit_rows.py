@@ -83,10 +83,10 @@ def row_loss(
     lse = top + log_sum
     loss = log_sum + (1 - smoothing) * (top - at_target) + z_loss * lse * lse
     if SMOOTHED:
-        every = tl.sum(plain, 0)
+        logit_sum = tl.sum(plain, 0)
         if ENDS:
-            every += tl.sum(tl.where(inside, x, 0.0), 0)
-        loss += smoothing * (top - every / num_classes)
+            logit_sum += tl.sum(tl.where(inside, x, 0.0), 0)
+        loss += smoothing * (top - logit_sum / num_classes)
     loss = tl.where(is_inside, loss, float("nan"))
     return tl.where(is_taken, loss, 0.0), top, log_sum, at_target
 

@@ -164,7 +164,7 @@ def columns(optional: Mapping[str, MaybeSlices], **required: Slices) -> Columns:
 
 
 def _check_there(name: str, x: MaybeSlices) -> None:
-    missing = [i for i, one in enumerate(x) if one is None] if isinstance(x, Sequence) else [0] * (x is None)
+    missing = [i for i, tensor in enumerate(x) if tensor is None] if isinstance(x, Sequence) else [0] * (x is None)
     if missing:
         where = f"{name}[{missing[0]}]" if isinstance(x, Sequence) else name
         raise KernelError(f"{where} is missing", where=where, got="None", want="a tensor (N,)")
@@ -276,13 +276,13 @@ def _is_aligned(addresses: Iterable[int]) -> bool:
 def launches(columns: Columns) -> Iterator[KernelLaunch]:
     """Yield the launches that update slices on one device: one for those of a group with a table."""
     for group in groups(columns):
-        meta, some = group.meta, group.indices
+        meta, indices = group.meta, group.indices
         if group.table is None:
-            for i, size in zip(some, group.sizes, strict=True):
+            for i, size in zip(indices, group.sizes, strict=True):
                 yield KernelLaunch(columns.row(i), None, None, size, (cdiv(size, meta["BLOCK"]),), False, meta)
         else:
             tiles = _tiles(group.sizes, meta["BLOCK"], group.table.device)
-            yield KernelLaunch(columns.row(some[0]), tiles, group.table, 0, (len(tiles),), group.aligned, meta)
+            yield KernelLaunch(columns.row(indices[0]), tiles, group.table, 0, (len(tiles),), group.aligned, meta)
 
 
 @functools.cache

@@ -76,8 +76,8 @@ def _sum_kernel(
             q = (codes >> shift & 1) * 2 - 1
         term = q.to(tl.float32) * scale[:, None, None]
         if own_ptr is not None:
-            own = tl.load(own_ptr + at * own_stride, mask=tl.where(is_coded, False, inside), other=0.0)
-            term = tl.where(is_coded, term, own.to(tl.float32))
+            exact = tl.load(own_ptr + at * own_stride, mask=tl.where(is_coded, False, inside), other=0.0)
+            term = tl.where(is_coded, term, exact.to(tl.float32))
         total = tl.where(r == 0, term, total + term)  # 0.0 + -0.0 is 0.0
         words_ptr += message
     tl.store(out_ptr + at * out_stride, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -54,24 +54,29 @@ def _message(logits: Tensor, columns: Tensor, smoothed: bool) -> Tensor:
     return logits.new_empty(4 if smoothed else 3, len(columns), dtype=arguments.width(logits))
 
 
-def combined(messages: Tensor, label_smoothing: float, every: float | Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token (N,) and norms (2, N), m and l, of messages (parts, 3 or 4, N); every is e / V."""
+def combined(
+    messages: Tensor, label_smoothing: float, per_class: float | Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token (N,) and norms (2, N), m and l, of messages (parts, 3 or 4, N).
+
+    `per_class` is e / V.
+    """
     top = messages[:, 0].amax(0)
     log_sum = (messages[:, 1] * (messages[:, 0] - top).exp_()).sum(0).log_()
     loss = log_sum + (1 - label_smoothing) * (top - messages[:, 2].sum(0))
     if label_smoothing:
-        loss += label_smoothing * top - every * messages[:, 3].sum(0)
+        loss += label_smoothing * top - per_class * messages[:, 3].sum(0)
     if z_loss:
         loss += z_loss * (top + log_sum).square()
     return loss, torch.stack([top, log_sum])
 
 
-def factors(dloss: Tensor, norms: Tensor, label_smoothing: float, every: float | Tensor, z_loss: float) -> Tensor:
+def factors(dloss: Tensor, norms: Tensor, label_smoothing: float, per_class: float | Tensor, z_loss: float) -> Tensor:
     """Return factors (3, N) for `gradient`: of exp(x - m), of the target, and of every column if smoothed."""
     of_probability = dloss * (-norms[1]).exp()
     if z_loss:
         of_probability = of_probability * (1 + 2 * z_loss * norms.sum(0))
-    return torch.stack([of_probability, dloss * (1 - label_smoothing), dloss * every])
+    return torch.stack([of_probability, dloss * (1 - label_smoothing), dloss * per_class])
 
 
 def write_gradient(

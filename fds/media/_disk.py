@@ -184,7 +184,11 @@ def disk(
     return Disk(os.path.abspath(expanded(str(path))), buffer_bytes, buffers, queue_depth, checksums, float(timeout))
 
 
-_DEFAULTS = {one.name: one.default for one in inspect.signature(disk).parameters.values() if one.name != "directory"}
+_DEFAULTS = {
+    parameter.name: parameter.default
+    for parameter in inspect.signature(disk).parameters.values()
+    if parameter.name != "directory"
+}
 _disks: weakref.WeakSet[Disk] = weakref.WeakSet()  # that are open
 _opening = threading.Lock()
 

@@ -216,17 +216,17 @@ class Tally:
     """Bytes that are kept, on a medium or in memory of their own.
 
     Attributes:
-        held: now.
+        num_bytes: now.
         most: so far.
     """
 
-    held: int = 0
+    num_bytes: int = 0
     most: int = 0
 
     def add(self, num_bytes: int) -> None:
         """Count so many bytes more, or fewer."""
-        self.held += num_bytes
-        self.most = max(self.most, self.held)
+        self.num_bytes += num_bytes
+        self.most = max(self.most, self.num_bytes)
 
 
 @attrs.frozen(eq=False)
@@ -342,4 +342,4 @@ def _span(shape: Iterable[int], stride: Iterable[int]) -> int:
 
 
 def _alive(kept: list[weakref.ref[Kept]]) -> list[Kept]:
-    return [one for ref in kept if (one := ref()) is not None]
+    return [tensor for ref in kept if (tensor := ref()) is not None]

@@ -36,11 +36,11 @@ class Clock:
 class Request:
     """Pieces that are waited for together, and what must live until the last of them is done."""
 
-    def __init__(self, count: int, held: Any, clock: Clock) -> None:
+    def __init__(self, count: int, memory: Any, clock: Clock) -> None:
         self.error: OSError | None = None  # the first
         self.failed_at = ""
         self._left = count
-        self._held = held
+        self._memory = memory
         self._clock = clock
         self._lock = threading.Lock()
         self._all_done = threading.Event()
@@ -60,7 +60,7 @@ class Request:
                 self.error, self.failed_at = error, f"{len(piece.memory):,} bytes at {piece.offset:,} of its file"
             last = not self._left
         if last:
-            self._held = None
+            self._memory = None
             self._all_done.set()
 
     def wait(self, timeout: float) -> bool:

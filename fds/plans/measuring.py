@@ -142,11 +142,11 @@ def _measure(layers: Any, batch: Any, params: Mapping[str, Tensor] | None, repea
         if params is None:
             params = {name: p.to(device) for name, p in layers.init(torch.zeros(2, dtype=torch.int64)).items()}
         layers.check(params)
-        known, targets = _map(lambda t: t.clone() if t.is_inference() else t, (params, targets))
+        usable_params, targets = _map(lambda t: t.clone() if t.is_inference() else t, (params, targets))
         for i in range(len(layers)):
             criterion = (lambda out: layers.compare(out, targets)) if i == len(layers) - 1 else None
             try:
-                layer = _Bound.of(layers.layer(i), known, buffers, criterion)
+                layer = _Bound.of(layers.layer(i), usable_params, buffers, criterion)
                 out, new, kept_bytes = layer.watch(x)
                 if not _tensors(out):
                     raise PlanError(
@@ -176,8 +176,10 @@ class _Bound:
         """Select the parameters of this layer; those that its module froze do not require gradients."""
         frozen = getattr(layer.apply, "frozen", ())
         trains = lambda name, local: params[name].is_floating_point() and local not in frozen
-        own = {name: params[name].detach().requires_grad_(trains(name, local)) for name, local in layer.params.items()}
-        return cls(layer, own, buffers, criterion)
+        layer_params = {
+            name: params[name].detach().requires_grad_(trains(name, local)) for name, local in layer.params.items()
+        }
+        return cls(layer, layer_params, buffers, criterion)
 
     def watch(self, x: Any) -> tuple[Any, dict[str, Tensor], int]:
         """Return the layer's output, its new buffers, and the bytes that it saves for backward."""

@@ -108,11 +108,11 @@ class _Search:
         remaining = iter(preferences(self.times))
         while self.shortest > self.least and (preference := next(remaining, None)):
             starts.append(self.time(greedy(self.times, self.m, self.room, preference)))
-        starts = sorted({one.rows: one for one in starts if one}.values(), key=lambda one: one.score)
-        ends = [self.improve(one) for one in starts[:_IMPROVED]]
-        for plan in [plan_of(one.rows) for one in [*ends, *starts] if one.makespan <= self.shortest]:
+        starts = sorted({timing.rows: timing for timing in starts if timing}.values(), key=lambda timing: timing.score)
+        ends = [self.improve(timing) for timing in starts[:_IMPROVED]]
+        for plan in [plan_of(timing.rows) for timing in [*ends, *starts] if timing.makespan <= self.shortest]:
             self.candidates.append((plan, simulate(plan, self.costs)))
-        quality = lambda one: (one[1].makespan, max(one[1].peak_bytes), sum(one[1].peak_bytes))
+        quality = lambda pair: (pair[1].makespan, max(pair[1].peak_bytes), sum(pair[1].peak_bytes))
         return min(self.candidates, key=quality)[0]
 
     def known_plans(self) -> Iterator[tuple[Plan, Timeline]]:
@@ -126,34 +126,34 @@ class _Search:
     def time(self, rows: LetterRows) -> Timed | None:
         """Time rows; None if they deadlock."""
         self.seen.add(rows)
-        one = timed(self.times, rows)
-        if one is not None:
-            self.shortest = min(self.shortest, one.makespan)
-        return one
+        timing = timed(self.times, rows)
+        if timing is not None:
+            self.shortest = min(self.shortest, timing.makespan)
+        return timing
 
-    def improve(self, one: Timed) -> Timed:
+    def improve(self, timing: Timed) -> Timed:
         """Move operations on critical paths as long as it helps and the budget lasts."""
-        budget = _ACTIONS // sum(map(len, one.rows))
-        better: Timed | None = one
+        budget = _ACTIONS // sum(map(len, timing.rows))
+        better: Timed | None = timing
         while better is not None and self.shortest > self.least:
-            one, better = better, None
-            for moved in self.moves(one):
+            timing, better = better, None
+            for moved in self.moves(timing):
                 if moved in self.seen:
                     continue
                 budget -= 1
                 if budget < 0:
                     break
                 other = self.time(moved)
-                if other is not None and other.score < one.score:
+                if other is not None and other.score < timing.score:
                     better = other
                     break
-        return one
+        return timing
 
-    def moves(self, one: Timed) -> Iterator[LetterRows]:
+    def moves(self, timing: Timed) -> Iterator[LetterRows]:
         """Yield rows with two neighbours on the critical path swapped, or one of its Ws moved to a later gap."""
-        path = _critical(one)
+        path = _critical(timing)
         for rank, i in path:
-            row, starts, ends = one.rows[rank], one.starts[rank], one.ends[rank]
+            row, starts, ends = timing.rows[rank], timing.starts[rank], timing.ends[rank]
             candidates = []
             if (rank, i - 1) in path and row[i - 1] != row[i]:
                 candidates.append(row[: i - 1] + row[i] + row[i - 1] + row[i + 1 :])
@@ -162,25 +162,25 @@ class _Search:
                 candidates += [row[:i] + row[i + 1 : j] + "W" + row[j:] for j in dict.fromkeys((gap, len(row)))]
             for moved in candidates:
                 if moved != row and fits(moved, self.room[rank]):
-                    yield (*one.rows[:rank], moved, *one.rows[rank + 1 :])
+                    yield (*timing.rows[:rank], moved, *timing.rows[rank + 1 :])
 
 
-def _critical(one: Timed) -> dict[tuple[int, int], None]:
+def _critical(timing: Timed) -> dict[tuple[int, int], None]:
     """Return (rank, index) of the letters of a critical path, from the last one back."""
-    places = {op: [[i for i, it in enumerate(row) if it == op] for row in one.rows] for op in "FB"}
-    rank = max(range(len(one.rows)), key=lambda r: one.ends[r][-1])
-    at: tuple[int, int] | None = (rank, len(one.rows[rank]) - 1)
+    places = {op: [[i for i, it in enumerate(row) if it == op] for row in timing.rows] for op in "FB"}
+    rank = max(range(len(timing.rows)), key=lambda r: timing.ends[r][-1])
+    at: tuple[int, int] | None = (rank, len(timing.rows[rank]) - 1)
     path: dict[tuple[int, int], None] = {}
     while at is not None:
         path[at] = None
         rank, i = at
-        op = one.rows[rank][i]
-        if i > 0 and one.ends[rank][i - 1] >= one.starts[rank][i]:
+        op = timing.rows[rank][i]
+        if i > 0 and timing.ends[rank][i - 1] >= timing.starts[rank][i]:
             at = (rank, i - 1)
             continue
         beside = rank - 1 if op == "F" else rank + 1  # it waits for a message, or is the first letter
-        number = one.rows[rank][:i].count(op)
-        at = (beside, places[op][beside][number]) if op != "W" and 0 <= beside < len(one.rows) else None
+        number = timing.rows[rank][:i].count(op)
+        at = (beside, places[op][beside][number]) if op != "W" and 0 <= beside < len(timing.rows) else None
     return path
 
 

@@ -245,8 +245,8 @@ class _Run:
 
     def stuck(self) -> PlanError:
         """Return the error that shows what each rank waits for."""
-        every = ((rank, action) for rank, row in enumerate(self.plan.rows) for action in row)
-        all_of = {(_WORDS.get(a.op), a.stage, a.microbatch): (rank, a) for rank, a in every}
+        actions = ((rank, action) for rank, row in enumerate(self.plan.rows) for action in row)
+        all_of = {(_WORDS.get(a.op), a.stage, a.microbatch): (rank, a) for rank, a in actions}
         lines = []
         for rank, (row, ends) in enumerate(zip(self.plan.rows, self.ends, strict=True)):
             if len(ends) == len(row):

@@ -114,21 +114,21 @@ class Holding(Watching):
     """Follow the storages of tensors that operators are given and return, and remember what there was at the peak.
 
     Attributes:
-        held: kind -> bytes now.
+        num_bytes: kind -> bytes now.
         most: bytes at the peak since `begin`.
         at_peak: kind -> bytes then.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.held: Counter[Kind] = Counter()
+        self.num_bytes: Counter[Kind] = Counter()
         self.most, self.at_peak, self.now = 0, Counter[Kind](), 0
         self._storages: dict[int, Storage] = {}  # by address: some lie over others
         self._count, self._count_at_peak = 0, 0  # of storages that were held
 
     def begin(self) -> None:
         """Take what is held now for the peak."""
-        self.most, self.at_peak, self._count_at_peak = self.now, Counter(self.held), self._count
+        self.most, self.at_peak, self._count_at_peak = self.now, Counter(self.num_bytes), self._count
 
     def at_peak_of(self, x: Tensor) -> Kind | None:
         """Return what a tensor that is alive counted as at the peak, None where it was not there."""
@@ -171,12 +171,12 @@ class Holding(Watching):
         address, size = storage.data_ptr(), storage.nbytes()
         self._count += 1
         self._storages[address] = Storage(weakref.ref(storage, lambda _: self._drop(address)), size, kind, self._count)
-        self.held[kind] += size
+        self.num_bytes[kind] += size
         self.now += size
 
     def _drop(self, address: int) -> None:
         if (storage := self._storages.pop(address, None)) is not None:
-            self.held[storage.kind] -= storage.num_bytes
+            self.num_bytes[storage.kind] -= storage.num_bytes
             self.now -= storage.num_bytes
 
 

@@ -145,7 +145,9 @@ class Profile:
                 ("parameters", lambda module: module.num_parameters, short),
                 ("time", lambda module: _sum(module.work).seconds, _ms),
             ):
-                sums = sorted(((sum(map(amount, some)), kind) for kind, some in kinds.items()), key=lambda x: -x[0])
+                sums = sorted(
+                    ((sum(map(amount, modules)), kind) for kind, modules in kinds.items()), key=lambda x: -x[0]
+                )
                 yield str(level + 1), what, ", ".join(f"{kind} {write(n)}" for n, kind in sums[: self.top] if n)
 
     def _module_rows(self) -> Iterator[tuple[str, ...]]:

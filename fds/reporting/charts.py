@@ -77,7 +77,9 @@ def charts(runs: Sequence[Run], findings: Sequence[Sequence[Finding]]) -> list[C
         if evaluates(title) not in names:
             shown = [title, *(name for name in names if evaluates(name) == title)]
             lines = [Line(i, x, run.series[x]) for i, run in enumerate(runs) for x in shown if x in run.series]
-            remarks = [(i, finding) for i, some in enumerate(findings) for finding in some if finding.metric in shown]
+            remarks = [
+                (i, finding) for i, of_run in enumerate(findings) for finding in of_run if finding.metric in shown
+            ]
             marks = tuple((i, x, finding.what) for i, finding in remarks for x in finding.at)
             drawn.append(Chart(title, kind_of(title), tuple(lines), marks=marks))
     for i, run in enumerate(runs):
@@ -115,7 +117,7 @@ def data(runs: Sequence[Run], drawn: Sequence[Chart]) -> dict[str, Any]:
             points = thin(line.series, most)
             if all(t is None for t in points["t"]):
                 del points["t"]
-            shown = {"run": line.run, "label": line.label} | {name: keep(some) for name, some in points.items()}
+            shown = {"run": line.run, "label": line.label} | {name: keep(numbers) for name, numbers in points.items()}
             if not chart.kind.smooth or not kind_of(line.label).smooth:
                 shown["exact"] = True
             lines.append(shown | {"color": line.color} if line.color else shown)

@@ -170,8 +170,12 @@ def _charts(page: Page, section: str) -> str:
     for index, chart in enumerate(page.charts):
         if chart.kind.section == section and not chart.stacked:
             groups.setdefault("" if section == MESSAGES else chart.group, []).append(_figure(page, index))
-    laid = {group: Html(f'<div class="charts">{"".join(some)}</div>') for group, some in groups.items() if some}
-    return "".join(fold(f"{group} ({len(groups[group])})", some) if group else some for group, some in laid.items())
+    laid = {
+        group: Html(f'<div class="charts">{"".join(figures)}</div>') for group, figures in groups.items() if figures
+    }
+    return "".join(
+        fold(f"{group} ({len(groups[group])})", content) if group else content for group, content in laid.items()
+    )
 
 
 def _figure(page: Page, index: int) -> str:

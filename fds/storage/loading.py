@@ -185,7 +185,7 @@ def _read(parts: Mapping[str, LeafPart], names: Mapping[str, str], source: Sourc
     on_disk = any(is_on_disk(parts[name].tensor) for name in leaves_read)
     # one for all pieces: malloc need not give back fresh ones
     block = torch.empty(BLOCK if on_disk else 0, dtype=torch.uint8, device="cpu")
-    for name, leaf in sorted(leaves_read.items(), key=lambda one: _place(parts[one[0]], one[1])):
+    for name, leaf in sorted(leaves_read.items(), key=lambda item: _place(parts[item[0]], item[1])):
         part = parts[name]
         if part.term is not None and leaf.shape != part.shape:
             _read_terms(part, leaf, names[name], source)

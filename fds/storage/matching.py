@@ -79,14 +79,14 @@ def match(
         )
     have = {name: leaf for name, leaf in have.items() if name not in void}
     sources = {name: _source_name(name, have, want, options) for name in want if options.read(name)}
-    names = {name: found for name, found in sources.items() if found is not None}
+    names = {name: source_name for name, source_name in sources.items() if source_name is not None}
     if "init" in options.slots:
         names = _without_partial_slots(names, source.leaves, want)
     alike = (lambda a, b: a.shape == b.shape) if options.foreign else (lambda a, b: str(a) == str(b))
     mismatched = [
         name
-        for name, found in names.items()
-        if not alike(have[found], want[name]) and not _are_terms(have[found], want[name], name, partial)
+        for name, source_name in names.items()
+        if not alike(have[source_name], want[name]) and not _are_terms(have[source_name], want[name], name, partial)
     ]
     missing = [n for n in want if options.read(n) and n not in names and not options.may_lack(n)]
     taken = {source.aliases.get(name, name) for name in names.values()}
@@ -101,7 +101,7 @@ def match(
             _warn_of_slots(source, want, names)
     elif mismatched or missing or unexpected:
         warnings.warn(StorageWarning(source.where, missing, unexpected, mismatched), stacklevel=5)
-    return {name: found for name, found in names.items() if name not in mismatched}
+    return {name: source_name for name, source_name in names.items() if name not in mismatched}
 
 
 def _are_terms(have: SavedLeaf, want: SavedLeaf, name: str, partial: Collection[str]) -> bool:
@@ -116,8 +116,12 @@ def _without_partial_slots(
 ) -> dict[str, str]:
     """Return `names` without the optimizer slots of parameters for which not all slots match."""
     slots, theirs = (_slots_of(leaves) for leaves in (want, have))
-    odd = {param for param, found in slots.items() if found != theirs.get(param)}
-    return {name: found for name, found in names.items() if _kind(name) != "opt" or name.split(".", 2)[-1] not in odd}
+    odd = {param for param, param_slots in slots.items() if param_slots != theirs.get(param)}
+    return {
+        name: source_name
+        for name, source_name in names.items()
+        if _kind(name) != "opt" or name.split(".", 2)[-1] not in odd
+    }
 
 
 def _slots_of(leaves: Iterable[str]) -> dict[str, set[str]]:
@@ -169,7 +173,7 @@ def _check_matched(
         hints.append(f"{len(odd)} leaves differ in all")
     if _is_slot(name) and name not in differ:
         ways = {"init": "initialises what the save lacks", "drop": "ignores what the step lacks"}
-        needed = [way for way, some in zip(ways, (lacking, beyond), strict=True) if any(map(_is_slot, some))]
+        needed = [way for way, leaves in zip(ways, (lacking, beyond), strict=True) if any(map(_is_slot, leaves))]
         hints.append(f"slots={tuple(needed) if needed[1:] else needed[0]!r}: " + ", ".join(ways[w] for w in needed))
     if source.composition:
         by = ", ".join(source.composition)

@@ -63,11 +63,11 @@ class Source:
             low, high = _extent(leaf, wanted)
             for first in range(low, high, most):
                 end = min(high, first + most)
-                held = boxes.rectangles(boxes.whole(leaf.shape), first, end)
-                if boxes.shares(wanted, held):
+                rectangles = boxes.rectangles(boxes.whole(leaf.shape), first, end)
+                if boxes.shares(wanted, rectangles):
                     block = blank_like(leaf, end - first)
                     self.read(name, first, block)
-                    boxes.copy_common(out, wanted, block, held)
+                    boxes.copy_common(out, wanted, block, rectangles)
 
 
 @attrs.frozen
@@ -76,7 +76,7 @@ class PlacedChunk:
 
     chunk: Chunk
     skipped: int  # elements at its beginning that the chunk before it has
-    held: list[boxes.Placed]
+    rectangles: list[boxes.Placed]
     low: int
     high: int
 
@@ -147,13 +147,13 @@ class _Saved:
         wanted = boxes.rectangles(box, start, start + max(length, 1))
         low, high = _extent(leaf, wanted)
         for placed in self.placed[name]:
-            if placed.high <= low or high <= placed.low or not boxes.shares(wanted, placed.held):
+            if placed.high <= low or high <= placed.low or not boxes.shares(wanted, placed.rectangles):
                 continue
             self.files.check_file(placed.chunk.file)
             if length:
                 whole = blank_like(leaf, placed.chunk.length)
                 self._read(placed.chunk, name, whole)
-                count += boxes.copy_common(out, wanted, whole[placed.skipped :], placed.held)
+                count += boxes.copy_common(out, wanted, whole[placed.skipped :], placed.rectangles)
         if count < length:
             raise self._missing(name, f"elements {start} to {start + length} of {box}")
 
@@ -180,8 +180,8 @@ def _placed(leaf: SavedLeaf) -> list[PlacedChunk]:
         skipped = max(ends.get(box, 0) - chunk.start, 0)
         if skipped < chunk.length:
             ends[box] = chunk.end
-            held = boxes.rectangles(box, chunk.start + skipped, chunk.end)
-            placed.append(PlacedChunk(chunk, skipped, held, *_extent(leaf, held)))
+            rectangles = boxes.rectangles(box, chunk.start + skipped, chunk.end)
+            placed.append(PlacedChunk(chunk, skipped, rectangles, *_extent(leaf, rectangles)))
     return placed
 
 

@@ -74,8 +74,8 @@ class Code:
         """
         (k, n), at = rows.shape, axis.index
         messages = torch.zeros(k, self.num_bytes(n), dtype=torch.uint8, device=rows.device)
-        for some in (slice(at), slice(at + 1, k)):
-            self.encode_and_keep(rows[some], messages[some], None if kept is None else kept[some])
+        for others in (slice(at), slice(at + 1, k)):
+            self.encode_and_keep(rows[others], messages[others], None if kept is None else kept[others])
         arrived = torch.empty_like(messages)
         return Arriving(self, axis.start_all_to_all(arrived, messages), arrived, at, rows[at])
 

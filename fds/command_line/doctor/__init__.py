@@ -79,17 +79,17 @@ class Report:
 
     def __init__(self, console: Console):
         self.console = console
-        self.found: dict[str, list[Finding]] = {}
+        self.findings: dict[str, list[Finding]] = {}
 
     def add(self, name: str, findings: Iterable[Finding]) -> None:
         """Show the findings of a check; in a terminal, a spinner turns until they are there."""
         if self.console.is_terminal and self.console.encoding.startswith("utf"):  # others have no ✓, and no spinner
             with self.console.status(f"{name} ..."):
-                self.found[name] = list(findings)
-            self.console.print(_table(name, self.found[name]))
+                self.findings[name] = list(findings)
+            self.console.print(_table(name, self.findings[name]))
         else:
-            self.found[name] = list(findings)
-            for finding in self.found[name]:
+            self.findings[name] = list(findings)
+            for finding in self.findings[name]:
                 self.console.print(_line(name, finding), soft_wrap=True, markup=False, highlight=False)
 
     def problems(self) -> int:
@@ -108,11 +108,11 @@ class Report:
 
     def json(self) -> str:
         """Return all findings as JSON."""
-        checks = {name: [attrs.asdict(finding) for finding in findings] for name, findings in self.found.items()}
+        checks = {name: [attrs.asdict(finding) for finding in findings] for name, findings in self.findings.items()}
         return json.dumps({"problems": self.problems(), "notes": self._count("note"), "checks": checks}, indent=2)
 
     def _count(self, level: str) -> int:
-        return sum(finding.level == level for findings in self.found.values() for finding in findings)
+        return sum(finding.level == level for findings in self.findings.values() for finding in findings)
 
 
 def _table(name: str, findings: list[Finding]) -> Table:

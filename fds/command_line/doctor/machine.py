@@ -188,7 +188,7 @@ def gloo_interface(interfaces: dict[str, str], wanted: str) -> Finding:
         at = socket.gethostbyname(host)
     except OSError:
         return Finding("gloo", f"takes the loopback: the name {host} has no address", "note", several)
-    name = next((name for name, one in interfaces.items() if one == at), "")
+    name = next((name for name, ip in interfaces.items() if ip == at), "")
     if at.startswith("127."):
         return Finding("gloo", f"takes the loopback: {host} is {at}", advice=several)
     if not name:

@@ -90,7 +90,7 @@ def handshake(limit: float) -> Finding:
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environs = [{**world, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"} for rank in ("0", "1")]
     ended = run_together("fds.command_line.doctor.trials", environs, arguments="handshake", limit=limit)
-    failed = next(((rank, one) for rank, one in enumerate(ended) if one.code != 0), None)
+    failed = next(((rank, process) for rank, process in enumerate(ended) if process.code != 0), None)
     if failed is not None:
         advice = (
             "ranks cannot train together here; export GLOO_SOCKET_IFNAME=lo, or another interface (below), and retry"

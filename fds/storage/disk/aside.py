@@ -150,8 +150,8 @@ def _end() -> None:
 
 def _forget() -> None:
     """In a forked process, drop the parent's writer processes, which read the parent's memory."""
-    for one in _all:
-        process, one._process = one._process, None
+    for worker in _all:
+        process, worker._process = worker._process, None
         if process is not None:
             for pipe in (process.stdin, process.stdout):
                 assert isinstance(pipe, io.BufferedWriter | io.BufferedReader)

@@ -95,11 +95,11 @@ def memory_of(pid: int) -> Fetch:
 
     def fetch(spans: Sequence[Span], destination: int) -> None:
         for first in range(0, len(spans), _NUM_SPANS):
-            some = spans[first : first + _NUM_SPANS]
-            wanted = sum(nbytes for _, nbytes in some)
+            batch = spans[first : first + _NUM_SPANS]
+            wanted = sum(nbytes for _, nbytes in batch)
             local = array.array("Q", (destination, wanted))
-            remote = array.array("Q", [number for span in some for number in span])
-            count = read(pid, local.buffer_info()[0], 1, remote.buffer_info()[0], len(some), 0)
+            remote = array.array("Q", [number for span in batch for number in span])
+            count = read(pid, local.buffer_info()[0], 1, remote.buffer_info()[0], len(batch), 0)
             if count != wanted:  # a short read met unmapped memory
                 code = ctypes.get_errno() if count < 0 else errno.EFAULT
                 raise OSError(code, f"{os.strerror(code)}, reading the memory of process {pid}")
@@ -174,12 +174,12 @@ def write(
 def _fetch(pieces: list[tuple[int, Span]], destination: int, fetch: Fetch, files: OpenFiles) -> None:
     """Copy the pieces of a block to an address, those of memory that follow one another together."""
     for in_memory, group in itertools.groupby((span for _, span in pieces), key=lambda span: len(span) == 2):
-        some = list(group)
+        spans = list(group)
         if in_memory:
-            fetch(some, destination)
-            destination += sum(nbytes for _, nbytes in some)
+            fetch(spans, destination)
+            destination += sum(nbytes for _, nbytes in spans)
             continue
-        for offset, nbytes, descriptor in some:
+        for offset, nbytes, descriptor in spans:
             files.read(descriptor, offset, nbytes, destination)
             destination += nbytes
 

@@ -60,9 +60,9 @@ def find(dir: Path, tag: str | None) -> Path:
     if not isinstance(tag, str) or not tag or "\0" in tag or os.path.isabs(tag) or ".." in Path(tag).parts:
         raise StorageError("not a tag", where=str(dir), got=repr(tag)[:80], want="the name of a folder in it")
     if not (dir / tag).is_dir():
-        known = sorted(p.name for p in dir.iterdir() if p.is_dir()) if dir.is_dir() else []
+        tags = sorted(p.name for p in dir.iterdir() if p.is_dir()) if dir.is_dir() else []
         where = str(dir)
-        raise refusal("there is no checkpoint under this tag", where, repr(tag)[:80], "one of " + ", ".join(known[:20]))
+        raise refusal("there is no checkpoint under this tag", where, repr(tag)[:80], "one of " + ", ".join(tags[:20]))
     return dir / tag
 
 
@@ -76,22 +76,22 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     _check_supported(folder, names)
     models, slices, layers = dict[tuple, str](), dict[tuple, str](), dict[int, str]()
     for name in names:
-        if found := _MODEL.fullmatch(name):
-            _put(models, (int(found[1]), 0), name, folder)
-        elif found := _MODEL_SLICE.fullmatch(name):
-            _put(models, (int(found[2]), int(found[1])), name, folder)
-        elif found := _OPTIMIZER_SLICE.fullmatch(name):
-            _put(slices, (int(found[2]), int(found[1])), name, folder)
-        elif found := _LAYER.fullmatch(name):
-            _put(layers, int(found[1]), name, folder)
+        if match := _MODEL.fullmatch(name):
+            _put(models, (int(match[1]), 0), name, folder)
+        elif match := _MODEL_SLICE.fullmatch(name):
+            _put(models, (int(match[2]), int(match[1])), name, folder)
+        elif match := _OPTIMIZER_SLICE.fullmatch(name):
+            _put(slices, (int(match[2]), int(match[1])), name, folder)
+        elif match := _LAYER.fullmatch(name):
+            _put(layers, int(match[1]), name, folder)
     num_stages = _count({stage for stage, _ in models}, folder, "mp_rank_{:02d}_model_states.pt")
     opened = {name: _dict(folder / name) for name in (*models.values(), *slices.values(), *layers.values())}
     stages = []
     for stage in range(num_stages):
-        files = [{rank: name for (at, rank), name in found.items() if at == stage} for found in (models, slices)]
-        for found, form in zip(files, ("model", "optim"), strict=True):
-            _count(set(found), folder, f"zero_pp_rank_{{}}_mp_rank_{stage:02d}_{form}_states.pt")
-        ordered = [tuple(opened[name] for _, name in sorted(found.items())) for found in files]
+        files = [{rank: name for (at, rank), name in by_place.items() if at == stage} for by_place in (models, slices)]
+        for by_rank, form in zip(files, ("model", "optim"), strict=True):
+            _count(set(by_rank), folder, f"zero_pp_rank_{{}}_mp_rank_{stage:02d}_{form}_states.pt")
+        ordered = [tuple(opened[name] for _, name in sorted(by_rank.items())) for by_rank in files]
         stages.append(StageFiles(*ordered, shards=any(_MODEL_SLICE.fullmatch(name) for name in files[0].values())))
     checkpoint = Checkpoint(folder, tuple(stages), {i: opened[name] for i, name in sorted(layers.items())})
     _check_complete(checkpoint)
@@ -127,7 +127,7 @@ def _dict(path: Path) -> dict[str, Any]:
 
 def _check_supported(folder: Path, names: list[str]) -> None:
     experts = [name for name in names if _EXPERTS.fullmatch(name)]
-    split = [name for name in names if (found := _LAYER.fullmatch(name)) and int(found[2] or 0) > 0]
+    split = [name for name in names if (match := _LAYER.fullmatch(name)) and int(match[2] or 0) > 0]
     for what, got in (
         ("mixtures of experts are not imported", experts),
         ("tensor parallelism is not imported", split),

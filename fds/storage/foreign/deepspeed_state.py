@@ -94,7 +94,9 @@ def by_number(state: Mapping[str, Any], params: Mapping[str, Tensor], where: str
     numbers = [i for group in groups for i in group["params"]]
     of_params = [states.get(i, {}) for i in numbers]
     masters = [x for group in state["fp32_groups"] for x in group] if "fp32_groups" in state else None
-    shapes = [_shape(one) for one in of_params] if masters is None else [tuple(x.shape) for x in masters]
+    shapes = (
+        [_shape(param_state) for param_state in of_params] if masters is None else [tuple(x.shape) for x in masters]
+    )
     names = _find_names(groups, shapes, params, masters)
     if names is None:
         result.notes.append("left out: the optimizer's state, which does not name its parameters")

@@ -119,7 +119,7 @@ def read_manifest(folder: Path | OpenFolder) -> Manifest:
         text = read_small(NAME, MAX_BYTES, folder=opened.fd)
         record = parse_json(text)
         written = record.pop("checksum", None) if isinstance(record, dict) else None
-        found = _checksum(record)
+        checksum = _checksum(record)
     except OSError as error:
         raise refusal("a save without a readable manifest", path, str(error.strerror), hint=hint(error)) from error
     except (ValueError, RecursionError) as error:
@@ -136,26 +136,26 @@ def read_manifest(folder: Path | OpenFolder) -> Manifest:
     except Exception as error:  # any error that a value of a wrong type causes
         faults = _wrong_fields(record) if len(text) < MAX_DETAILED else f"{type(error).__name__}: {error}"[:200]
         raise refusal("the manifest has wrong fields", path, faults) from None
-    if written != found:
+    if written != checksum:
         want = f"the checksum that it was written with, {written!s:.40}"
-        raise refusal("the manifest was changed after it was written", path, found, want)
+        raise refusal("the manifest was changed after it was written", path, checksum, want)
     check_manifest(manifest, where=f"{path}: $.")
     return manifest
 
 
 def saved_at(folder: Path) -> str:
     """Return the time of a save, reading only the beginning of its manifest. Raises `OSError`, `ValueError`."""
-    found = re.search(r'^ "saved": "([^"]{1,40})",$', _head(folder), re.MULTILINE)
-    if found is None:
+    match = re.search(r'^ "saved": "([^"]{1,40})",$', _head(folder), re.MULTILINE)
+    if match is None:
         raise ValueError("the manifest does not begin as one that a save writes")
-    return found[1]
+    return match[1]
 
 
 def run_of(folder: Path) -> str | None:
     """Return the id of a save's run, from the beginning of its manifest if it is there; None if it cannot be read."""
     with contextlib.suppress(OSError, StorageError):
-        found = re.search(r'^ "run": "([0-9a-f]{32})",$', _head(folder), re.MULTILINE)
-        return read_manifest(folder).run if found is None else found[1]
+        match = re.search(r'^ "run": "([0-9a-f]{32})",$', _head(folder), re.MULTILINE)
+        return read_manifest(folder).run if match is None else match[1]
     return None
 
 

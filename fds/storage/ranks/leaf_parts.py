@@ -76,7 +76,7 @@ class LeafPart:
         elif self.has_boxes:
             yield from boxes.by_box(tensor.reshape(-1), self.ranges, self.start)
         else:
-            yield tuple(one for (one,) in self.ranges), self.start, tensor
+            yield tuple(interval for (interval,) in self.ranges), self.start, tensor
 
     def leaf(self, chunks: tuple[Chunk, ...] = ()) -> SavedLeaf:
         """Return the manifest's record of the whole leaf."""

@@ -22,8 +22,8 @@ MUTANTS = (
     Mutant(
         "doctor-takes-any-two-ranks",
         "fds/command_line/doctor/ranks.py",
-        "((rank, one) for rank, one in enumerate(ended) if one.code != 0)",
-        "((rank, one) for rank, one in enumerate(ended) if one.code)",
+        "((rank, process) for rank, process in enumerate(ended) if process.code != 0)",
+        "((rank, process) for rank, process in enumerate(ended) if process.code)",
         "ranks that were killed after the time limit count as met",
         "tests/command_line/test_doctor.py -k ranks",
     ),

@@ -30,7 +30,7 @@ MUTANTS = (
     Mutant(
         "cross-entropy-smooths-without-the-ends",
         "fds/kernels/logit_rows.py",
-        "every += tl.sum(tl.where(inside, x, 0.0), 0)",
+        "logit_sum += tl.sum(tl.where(inside, x, 0.0), 0)",
         "pass",
         "label smoothing leaves out the ends of an odd vocabulary",
         "tests/kernels/test_cross_entropy.py",
@@ -342,8 +342,8 @@ MUTANTS = (
     Mutant(
         "messages-sum-own-twice",
         "fds/kernels/sums.py",
-        "term = tl.where(is_coded, term, own.to(tl.float32))",
-        "term = term + own.to(tl.float32)",
+        "term = tl.where(is_coded, term, exact.to(tl.float32))",
+        "term = term + exact.to(tl.float32)",
         "a zero of the code that was not read takes the sign of one's own zero",
         "tests/kernels/test_messages.py",
     ),

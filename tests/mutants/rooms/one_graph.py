@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         "numbers-stay-in-the-graph",
         "fds/reading.py",
-        "    return now.recording is None or any(x is one for one in now.recording.host)",
+        "    return now.recording is None or any(x is tensor for tensor in now.recording.host)",
         "    return True",
         "a learning rate is read when the step is recorded, instead of in the graph",
         LAW,

@@ -110,8 +110,8 @@ MUTANTS = (
     Mutant(
         "curvature-of-the-mean-over-ranks",
         "fds/curvature.py",
-        "return [x / self.weight for x in found]",
-        "return list(found)",
+        "return [x / self.weight for x in products]",
+        "return list(products)",
         "products with the Hessian are not divided by the weight of all ranks",
         "tests/profiling/test_curvature.py",
     ),

@@ -86,8 +86,8 @@ MUTANTS = (
     Mutant(
         "manifest-checksum-ignored",
         "fds/storage/format/manifest.py",
-        "if written != found:",
-        "if written != found and written is None:",
+        "if written != checksum:",
+        "if written != checksum and written is None:",
         "a manifest that was changed by hand is taken",
         "tests/storage/test_refused_loads.py",
     ),
