@@ -105,7 +105,7 @@ class Curve:
         self.decay = decay
         self.points: list[float] = []
         self._total = self._weight = 0.0
-        self._every, self._seen = 1, 0
+        self._interval, self._seen = 1, 0
 
     @property
     def value(self) -> float:
@@ -117,10 +117,10 @@ class Curve:
         if math.isfinite(number):
             self._total = self.decay * self._total + number
             self._weight = self.decay * self._weight + 1
-        if self._weight and self._seen % self._every == 0:
+        if self._weight and self._seen % self._interval == 0:
             self.points.append(self.value)
             if len(self.points) > MOST:
-                self.points, self._every = self.points[::2], 2 * self._every
+                self.points, self._interval = self.points[::2], 2 * self._interval
         self._seen += 1
         return self.value
 
