@@ -6,8 +6,8 @@ called with that, before all other views. Both take `meta` tensors.
 A view that has a method `reads(leaf)` names other parameters (scores, steps of a grid, factors of low rank): it is
 called with them too, as the loss would see them without views, and its gradient goes to all of them.
 
-One that has a method `check(shapes)` is called with the whole shapes of all parameters, by name, before a state is made,
-and raises an `FdsError` for those that it cannot view.
+One that has a method `check(shapes)` is called with the whole shapes of all parameters, by name, before a state is
+made, and raises an `FdsError` for those that it cannot view.
 """
 
 from __future__ import annotations
