@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 # private: torch has no public way to pass modes by
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode  # pyright: ignore[reportPrivateUsage]
 
 from fds import autodiff, tree
 from fds.errors import ComposeError, did_you_mean
@@ -98,8 +99,7 @@ class Drafts:
         if merge not in merges or autodiff.in_backward():
             return
         value = materialize(value)
-        # selective checkpointing, a mode, counts the operators of the layers: these are none of them
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        with _passing_checkpoints_by(), torch.inference_mode(False), torch.no_grad():
             old = self.merged.get(place)
             value = value.detach()
             self.merged[place] = (
@@ -168,6 +168,21 @@ class Drafts:
                 got=got,
                 want=text(shape, dtype, self.device),
             )
+
+
+@contextlib.contextmanager
+def _passing_checkpoints_by() -> Generator[None]:
+    """Pass by the modes of selective checkpointing, which count operators of layers; what records a step sees all."""
+    disable: Any = _disable_current_modes
+    with disable() as modes:
+        others = [mode for mode in reversed(modes) if type(mode).__module__ != "torch.utils.checkpoint"]
+        for mode in others:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for mode in reversed(others):
+                _pop_mode(getattr(mode, "_dispatch_key", None))
 
 
 def may_note(map_: Any) -> bool:

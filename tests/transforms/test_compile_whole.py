@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fds
 from fds import tree
 from fds.errors import BatchError, ComposeError, DonatedStateError, FdsError, LossError, ScheduleError
+from fds.step import Memory, fill, transform
 from tests.bits import assert_same_bits, snapshot
 from tests.laws.mapped import Mapped, mapped
 from tests.laws.problems import ROWS, compositions, make, optimizers, problems
@@ -64,6 +65,18 @@ def history(step, state, batches):
     return seen
 
 
+@transform
+def largest():
+    """Add up the largest numbers of the batches of all calls."""
+
+    def note(batch, call):
+        call.note("largest", "x", batch["x"].max())
+        return batch
+
+    first = lambda shapes, device: {"x": torch.zeros((), device=device)}
+    return lambda step: fill(step, batch=note, memory=Memory("largest", first, "named", merge="sum"))
+
+
 OPTIMIZERS = {
     "adam": fds.adam(0.1, weight_decay=0.1),
     "adamw": fds.adamw(CURVE),
@@ -82,6 +95,7 @@ TRANSFORMS = {
     "clipped": [fds.clip_by_global_norm(0.1), fds.ema(0.9), fds.donate()],
     "low": [fds.precision(torch.bfloat16), fds.checkpoint_activations()],
     "frozen": [fds.freeze("b"), fds.ema(0.5)],
+    "noted": [largest()],
 }
 
 
