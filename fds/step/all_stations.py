@@ -144,6 +144,9 @@ class Stations:
     around: tuple[losses.Around, ...] = _derived(
         lambda step: tuple(x.around_layer for x in step.context if is_around(x))
     )
+    evaluated: tuple[losses.LayerMap, ...] = _derived(  # layer maps that hold in evaluations too
+        lambda step: tuple(x for x in step.layer if getattr(x, "in_evaluation", False))
+    )
     # those whose slot changes by a rule; whether anything may be noted; whether what is not finite is skipped
     following: tuple[Memory, ...] = _derived(lambda step: tuple(one for one in step.memory.values() if one.follows))
     noting: bool = _derived(lambda step: any(one.merge or one.on_skip == "keep" for one in step.following))
@@ -313,7 +316,7 @@ class Stations:
                 [random.seed(k, j) if d else None for j, d in enumerate(draws)],
                 (call.device,),
                 attrs.evolve(mode, lengths={}, staged=self.execute.together) if self.modules else mode,
-                () if evaluating else self.layer,
+                self.evaluated if evaluating else self.layer,
                 call.of(k),
             )
             for k in [random.folded(base, self.dimensions.share_of_batch[0] * n + i) for i in range(n)]
