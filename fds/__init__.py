@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.checkpoint_activations import checkpoint_activations
     from fds.transforms.layer_drop import layer_drop
     from fds.transforms.random_ltd import random_ltd
+    from fds.transforms.quantize_activations import quantize_activations
     from fds.transforms.compile import compile, cuda_graph
     from fds.transforms.loss_scale import loss_scale, skip_nonfinite, static_loss_scale
     from fds.transforms.clip import clip_by_global_norm, clip_by_value
@@ -145,6 +146,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.checkpoint_activations": "checkpoint_activations",
         "fds.transforms.layer_drop": "layer_drop",
         "fds.transforms.random_ltd": "random_ltd",
+        "fds.transforms.quantize_activations": "quantize_activations",
         "fds.transforms.compile": "compile cuda_graph",
         "fds.transforms.loss_scale": "loss_scale skip_nonfinite static_loss_scale",
         "fds.transforms.clip": "clip_by_global_norm clip_by_value",
@@ -251,6 +253,7 @@ __all__ = [
     "profile_model",
     "profiled",
     "prune_weights",
+    "quantize_activations",
     "quantize_frozen",
     "quantize_weights",
     "random",

@@ -6,8 +6,13 @@ from fds.lazy import lazily
 
 if TYPE_CHECKING:
     from fds.compression import masks as masks
+    from fds.compression.activations import ActivationGrid
     from fds.compression.grids import Packed, pack
 
-__getattr__, __dir__ = lazily(__name__, {"fds.compression.grids": "Packed pack"}, submodules="masks")
+__getattr__, __dir__ = lazily(
+    __name__,
+    {"fds.compression.activations": "ActivationGrid", "fds.compression.grids": "Packed pack"},
+    submodules="masks",
+)
 
-__all__ = ["Packed", "pack"]
+__all__ = ["ActivationGrid", "Packed", "pack"]

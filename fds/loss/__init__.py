@@ -21,10 +21,12 @@ from fds.loss.modes import Around, Mode, ModuleMap, current as current_mode
 from fds.loss.module_copies import Root, check_no_originals
 from fds.loss.modules import functional
 from fds.loss.recipes import LayerSpec, Recipe, TiedLayerSpec, recipe
+from fds.loss.submodules import PATTERNS, Submodules, at_submodules, overlapping
 from fds.loss.values import Buffered, Mean, Outcome, read, with_buffers
 
 __all__ = [
     "NAMES",
+    "PATTERNS",
     "Around",
     "Block",
     "Buffered",
@@ -40,8 +42,10 @@ __all__ = [
     "Recipe",
     "Root",
     "Setting",
+    "Submodules",
     "TiedLayerSpec",
     "at_blocks",
+    "at_submodules",
     "carried_buffers",
     "check_no_originals",
     "compiled_with",
@@ -54,6 +58,7 @@ __all__ = [
     "layer_calls",
     "modules_of",
     "name",
+    "overlapping",
     "read",
     "recipe",
     "row_of_one_class",

@@ -30,6 +30,7 @@ curriculum_samples.json: how often a curriculum draws each sample; curriculum_sa
 weight_grids.json: what quantizers of DeepSpeed and torchao make of weights; weight_grids.py says of which.
 curriculum_losses.json: those of trainings with a curriculum by length; curriculum_losses.py says of which.
 pruning_masks.json: the masks of its compressed modules, and what these return; pruning_masks.py says of which.
+quantized_activations.json: what modules make of quantized inputs; quantized_activations.py says of which.
 float16_scales.json: the loss scale of every step of small trainings in float16; float16_scales.py says of which.
 partitions.json, per case: `spread` is what 0.19.6 returns; `bottleneck` what the versions before 0.12.5 did, which
 are asked where a file of theirs is given, and else kept as they were:
@@ -67,7 +68,7 @@ LETTERS = {
 
 def main(before: str | None = None) -> None:
     """Write every file; `before` is runtime/utils.py of a version before 0.12.5, if there is one."""
-    import bert_layer  # beside this file, as the next six
+    import bert_layer  # beside this file, as the next eight
     import config_defaults
     import config_losses
     import config_values
@@ -75,6 +76,7 @@ def main(before: str | None = None) -> None:
     import curriculum_samples
     import deepspeed_checkpoints
     import float16_scales
+    import quantized_activations
 
     files = {
         "lr_schedules": lr_cases(),
@@ -82,6 +84,7 @@ def main(before: str | None = None) -> None:
         "difficulties": difficulty_cases(),
         "pipeline_schedules": pipeline_cases(),
         "partitions": partition_cases(before),
+        "quantized_activations": quantized_activations.cases(),
     }
     for name, cases in files.items():
         lines = ",\n".join(json.dumps(case) for case in cases)

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fds
-from fds.loss import Buffered
+from fds.loss import Buffered, modules_of
 from fds.optim import Optimizer
+from fds.step import transform
 from fds.transforms.kernels import reference_kernels
 
 ROWS = 12  # divides into 1, 2, 3, 4, 6 microbatches
@@ -368,6 +369,23 @@ def _on_disk() -> Any:
     return fds.offload(disk, disk, averages=disk)
 
 
+@transform
+def on_linears(make: Callable[[list[str]], Any]):
+    """Do what `make(names)` does for the linear layers of a loss that call their forward; nothing where it has none."""
+
+    def apply(step: fds.Step) -> fds.Step:
+        never = nn.modules.linear.NonDynamicallyQuantizableLinear
+        names = [
+            f"{found.prefix}{path}".rstrip(".")
+            for found in modules_of(step.loss)
+            for path, part in found.module.named_modules()
+            if isinstance(part, nn.Linear) and not isinstance(part, never)
+        ]
+        return make(sorted(set(names))).apply(step) if names else step
+
+    return apply
+
+
 @attrs.frozen
 class Part:
     """A transform that compositions may hold: its tuple station, inside which order matters, and whom it excludes."""
@@ -390,6 +408,7 @@ TRANSFORMS: dict[str, Part] = {
     "slow_ema": Part(lambda: fds.ema(0.99, name="slow"), "after"),
     "precision": Part(lambda: fds.precision(torch.bfloat16), excludes="precision"),
     "half": Part(lambda: fds.precision(torch.float16), excludes="precision"),
+    "rounded": Part(lambda: on_linears(lambda names: fds.quantize_activations(names, bits=6, range="static"))),
     "references": Part(lambda: reference_kernels()),
     "prune_weights": Part(lambda: fds.prune_weights("*", density=0.5, offset=1), "view"),
     "autocast": Part(lambda: fds.autocast(torch.bfloat16), "context", "precision"),

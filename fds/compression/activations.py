@@ -1,0 +1,85 @@
+"""Grids of activations: what a module is given, rounded to 2^bits numbers between the ends of a range.
+
+Symmetric, of the largest absolute value m: s = 2 m / 2^b, q = clamp(round(x / s), -2^(b-1), 2^(b-1) - 1) s. Asymmetric,
+of the range from `least` to `greatest`: s = (greatest - least) / 2^b, z = round(least / s) s,
+q = clamp(round((x - z) / s), 0, 2^b - 1) s + z. Halves are rounded to even. Where s is 0, q is x.
+
+Source: DeepSpeed 0.19.6, whose grids these are, but for s = 0, of which it makes NaN; the gradient is passed straight
+through: Bengio et al. 2013, arXiv:1308.3432.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+Per = Literal["token", "sample"]
+
+
+@attrs.frozen
+class ActivationGrid:
+    """A grid of 2^bits numbers for each range.
+
+    Attributes:
+        bits: 2 to 8.
+        symmetric: around 0; if not, from the least to the greatest number.
+    """
+
+    bits: int = 8
+    symmetric: bool = True
+
+    def by_groups(self, x: Tensor, per: Per) -> Tensor:
+        """Return x (..., features), a grid for each `token`, a row of the last dim, or `sample`, an entry of dim 0."""
+        if not x.numel():
+            return x
+        dims = (-1,) if per == "token" or x.dim() < 2 else tuple(range(1, x.dim()))
+        seen = x.detach()
+        return self.between(x, seen.amin(dims, keepdim=True), seen.amax(dims, keepdim=True))
+
+    def between(self, x: Tensor, least: Tensor, greatest: Tensor) -> Tensor:
+        """Return x on the grid of a range, whose ends are broadcast to it; in float32 or wider, cast back."""
+        return _Rounded.apply(x, least, greatest, self.bits, self.symmetric)  # pyright: ignore[reportReturnType]
+
+
+class _Rounded(torch.autograd.Function):
+    """The numbers of a grid, and the gradient as it comes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, least: Tensor, greatest: Tensor, bits: int, symmetric: bool) -> Tensor:
+        wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+        least, greatest, half = least.to(wide), greatest.to(wide), 2 ** (bits - 1)
+        if symmetric:
+            step = torch.maximum(-least, greatest) / half
+            step = torch.where(step == 0, 1, step)  # x is 0 there, and stays so
+            q = torch.div(x, step).round_().clamp(-half, half - 1).mul_(step)
+        else:
+            step = (greatest - least) / (2 * half)
+            flat = step == 0
+            step = torch.where(flat, 1, step)
+            zero = torch.where(flat, least, (least / step).round() * step)
+            q = torch.sub(x, zero).div_(step).round_().clamp(0, 2 * half - 1).mul_(step).add_(zero)
+        return q.to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None, None
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Say whether a module is a convolution of torch, in 1 to 3 dims, transposed ones included."""
+    return isinstance(module, nn.modules.conv._ConvNd)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Say whether a module multiplies rows by its weight: nn.Linear, or Conv1D of transformers."""
+    conv1d = any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(module).__mro__)
+    return isinstance(module, nn.Linear) or conv1d

@@ -1,0 +1,56 @@
+"""Mutants of what rounds the inputs of modules."""
+
+from tests.mutants.mutant import Mutant
+
+TESTS = "tests/transforms/test_quantize_activations.py"
+
+MUTANTS = (
+    Mutant(
+        "activations-on-a-grid-with-its-end",
+        "fds/compression/activations.py",
+        "clamp(-half, half - 1)",
+        "clamp(-half, half)",
+        "a symmetric grid has one number more than its bits can say",
+        f"{TESTS} -k by_hand",
+    ),
+    Mutant(
+        "activations-of-a-constant",
+        "fds/compression/activations.py",
+        "zero = torch.where(flat, least, (least / step).round() * step)",
+        "zero = (least / step).round() * step",
+        "constants are rounded to whole numbers",
+        f"{TESTS} -k constants",
+    ),
+    Mutant(
+        "activations-with-the-range-of-the-call",
+        "fds/transforms/quantize_activations.py",
+        "used = torch.where((range_ == 0).all(), seen, range_)",
+        "used = seen",
+        "static ranges are seen and never used",
+        f"{TESTS} -k by_hand",
+    ),
+    Mutant(
+        "activations-of-infinity",
+        "fds/transforms/quantize_activations.py",
+        "torch.where(new.isfinite().all(), after, old)",
+        "after",
+        "a range that saw infinity, or nothing, is lost",
+        f"{TESTS} -k waits_for_finite",
+    ),
+    Mutant(
+        "submodules-of-evaluations",
+        "fds/loss/submodules.py",
+        "in_evaluation: ClassVar = True",
+        "in_evaluation: ClassVar = False",
+        "evaluations of a step that follows its state cannot be run",
+        f"{TESTS} -k by_hand",
+    ),
+    Mutant(
+        "submodules-of-a-fused-layer",
+        "fds/loss/submodules.py",
+        "owner.activation_relu_or_gelu = 0",
+        "pass",
+        "torch's encoder computes evaluations with weights of layers that it does not call",
+        f"{TESTS} -k fuse",
+    ),
+)
