@@ -266,14 +266,14 @@ def plan(leaves: Sequence[Leaf], spec: Any, *, num_ranks: int, bucket_bytes: int
             if key[-1]:  # whole parameters are balanced only if a bucket can hold one large one per rank
                 bound = num_ranks * max(bound, largest[key])
             for piece in _pieces(part, bound):
-                held = open_.get(key)
-                if held is None or _bytes(held) + _bytes(piece) > bound:
-                    open_[key] = held = []
-                    closed.append(held)
-                held.extend(piece)
+                members = open_.get(key)
+                if members is None or _bytes(members) + _bytes(piece) > bound:
+                    open_[key] = members = []
+                    closed.append(members)
+                members.extend(piece)
     first = {leaf.name: i for i, leaf in enumerate(leaves)}
-    closed.sort(key=lambda held: first[held[0].name])
-    buckets = tuple(_bucket(f"{i:04d}", held, num_ranks) for i, held in enumerate(closed))
+    closed.sort(key=lambda members: first[members[0].name])
+    buckets = tuple(_bucket(f"{i:04d}", members, num_ranks) for i, members in enumerate(closed))
     return Layout(tuple(leaf.name for leaf in leaves), buckets, num_ranks, spec)
 
 

@@ -107,13 +107,13 @@ def _check_optimizers(optimizers: object) -> None:
                 want="adamw(...), sgd(...), ...",
                 hint="write by_name({pattern: optimizer, ...})",
             )
-    every = list(optimizers.values())
-    apart = next((member for member in every if member.phases != every[0].phases), None)
+    members = list(optimizers.values())
+    apart = next((member for member in members if member.phases != members[0].phases), None)
     if apart is not None:
         raise OptimizerError(
             "by_name: gradients are summed over ranks for all optimizers or for none",
             where=_shown(next(pattern for pattern, member in optimizers.items() if member is apart)),
-            got=f"{every[0]} and {apart}",
+            got=f"{members[0]} and {apart}",
             want="optimizers that send alike, in the same calls",
         )
     if not optimizers:
@@ -288,8 +288,8 @@ class _Groups:
         """Update the slices of every group with its optimizer, at its own learning rate."""
         evaluated = [m.values(step) for m in self.members] if values is None else values.members.values()
         new, after = list(params), {slot: list(tensors) for slot, tensors in opt.items()}
-        every = zip(self.optimizers.items(), self.slices(segments), evaluated, strict=True)
-        for (pattern, member), slices, now in every:
+        turns = zip(self.optimizers.items(), self.slices(segments), evaluated, strict=True)
+        for (pattern, member), slices, now in turns:
             if not slices:
                 continue
             part = {slot: _pick(tensors, slices) for slot, tensors in opt.items()}

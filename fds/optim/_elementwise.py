@@ -78,9 +78,9 @@ def _sgd(params: Tensors, grads: Tensors, opt: Slots, now: Now) -> None:
     low = [on_host and is_low(p) for p in params]  # torch 2.13's fused function is wrong for 16 elements and more
     if any(low) and not all(low):
         for kind in (True, False):
-            some = lambda xs, kind=kind: [x for x, is_kind in zip(xs, low, strict=True) if is_kind is kind]
-            slots = {slot: some(xs) for slot, xs in opt.items()}
-            _sgd(some(params), some(grads), slots, now)
+            pick = lambda xs, kind=kind: [x for x, is_kind in zip(xs, low, strict=True) if is_kind is kind]
+            slots = {slot: pick(xs) for slot, xs in opt.items()}
+            _sgd(pick(params), pick(grads), slots, now)
         return None
     fits = now.static("momentum", "weight_decay") and not (buffers and momentum == 0) and (is_free or not dampened)
     if any(low) or not fits:

@@ -30,7 +30,7 @@ from fds.nn.parallel.plan import Column, Heads, Part, Row, Sequence as Block, Vo
 from fds.nn.parallel.region import Region
 from fds.nn.parallel.split import Split
 from fds.nn.parallel.uses import Edges, Side, Use, check_uses
-from fds.nn.parallel.watching import Calls, Known, watch
+from fds.nn.parallel.watching import Calls, Observations, watch
 from fds.step import Dimension, Placement, Replicated, SplitDim, Step, fill, first_call_compared, transform
 
 
@@ -192,7 +192,7 @@ class Resolved:
     before: tuple[int, ...] = ()  # of layers: the parts of the features that the layer before ends in pieces of
     after: tuple[int, ...] | None = None  # the same for this layer; None where nothing follows that might draw
     # by whether it is in training
-    observations: dict[bool, Known] = attrs.field(factory=lambda: {False: Known(), True: Known()})
+    observations: dict[bool, Observations] = attrs.field(factory=lambda: {False: Observations(), True: Observations()})
 
     @property
     def rows(self) -> set[int]:

@@ -56,32 +56,32 @@ class Call:
     """A call of a function of torch that is given something of tokens."""
 
     def __init__(
-        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: list[tuple[Tensor, Role]], out: Tensor
+        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[tuple[Tensor, Role]], out: Tensor
     ):
-        self.name, self.args, self.kwargs, self.given, self.out = name, args, kwargs, given, out
+        self.name, self.args, self.kwargs, self.inputs, self.out = name, args, kwargs, inputs, out
         self.letters: dict[str, int] = {}  # of tokens in an einsum: where they lie in the result, from its end
 
     def __str__(self) -> str:
         name = {"getitem": "x[...]", "rmatmul": "matmul"}.get(self.name, self.name)
         shapes = [
             f"{tuple(x.shape)} ({role.kind}{f' along dim {x.dim() + role.dim}' * bool(role.dim)})"
-            for x, role in self.given
+            for x, role in self.inputs
         ]
         return f"{name} of {', '.join(shapes)}"
 
     def is_view(self) -> bool:
         """Whether the result lies in the memory of what is given first."""
-        return shares(self.out, self.given[0][0])
+        return shares(self.out, self.inputs[0][0])
 
     def meets(self) -> bool:
         """Whether numbers of tokens are computed with positions, or sums, that lie along them."""
-        dims = {role.dim for _, role in self.given if role.kind == "tokens"}
-        others = {role.dim for _, role in self.given if role.kind == "positions"}
+        dims = {role.dim for _, role in self.inputs if role.kind == "tokens"}
+        others = {role.dim for _, role in self.inputs if role.kind == "positions"}
         return bool(dims & others) and self.out.is_floating_point() and self.name != "getitem"
 
     def effect(self) -> str:
         """Return what the function does along the tokens: "mixes", "reduces", "ends", or nothing."""
-        effects = {self._of(x, role.dim) for x, role in self.given if role.kind == "tokens"}
+        effects = {self._of(x, role.dim) for x, role in self.inputs if role.kind == "tokens"}
         effects |= {"mixes"} if self._makes_pairs() else set()
         return next((effect for effect in ("mixes", "reduces", "ends") if effect in effects), "")
 
@@ -137,7 +137,7 @@ class Call:
 
     def _makes_pairs(self) -> bool:
         """Whether the result has tokens along two dims."""
-        tokens = [(x, role.dim) for x, role in self.given if role.kind == "tokens"]
+        tokens = [(x, role.dim) for x, role in self.inputs if role.kind == "tokens"]
         if self.name == "einsum":
             return len(self.letters) > 1
         if self.name in PRODUCTS:
@@ -266,24 +266,24 @@ class Watch:
         name = getattr(func, "__name__", "").strip("_")
         made = [x for x in tree.leaves(out) if isinstance(x, Tensor)]
         tensors = [x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
-        given = [(x, self.roles[x]) for x in tensors if x in self.roles]
+        inputs = [(x, self.roles[x]) for x in tensors if x in self.roles]
         if not made:
             return
-        if not given:
+        if not inputs:
             role = self._find_positions(name, args, kwargs, made[0])
             if role is not None and not _is_exempt():
                 self.roles[made[0]] = role._replace(line=line())
             return
-        call = Call(name, args, kwargs, given, made[0])
+        call = Call(name, args, kwargs, inputs, made[0])
         effect = call.effect()
         if (effect or call.meets()) and _is_exempt():
             return
         if effect == "mixes":
             self._raise_mixing(call)
-        reduced = [role for _, role in given if role.kind == "reduced"]
+        reduced = [role for _, role in inputs if role.kind == "reduced"]
         if reduced:
             self._check_reduced(call, reduced[0])
-        role = next((role for _, role in given if role.kind == "positions"), None)
+        role = next((role for _, role in inputs if role.kind == "positions"), None)
         if role is not None and call.meets() and self._is_wrong(role):
             self._raise_positions(call, role)
         if effect == "ends" or (name == "detach" and reduced):
@@ -300,7 +300,7 @@ class Watch:
     def _follow(self, call: Call, effect: str, out: Tensor) -> Role | None:
         """Return the role of something that a function made."""
         for kind in ("reduced", "positions", "tokens"):
-            for x, role in call.given:
+            for x, role in call.inputs:
                 if role.kind != kind:
                     continue
                 if effect == "reduces" or kind == "reduced":
@@ -335,7 +335,7 @@ class Watch:
 
     def _check_reduced(self, call: Call, role: Role) -> None:
         """Raise `LossError` for a sum over this rank's tokens that is more than a summand of the loss."""
-        kinds = [role.kind for _, role in call.given]
+        kinds = [role.kind for _, role in call.inputs]
         meets = "tokens" in kinds and call.out.is_floating_point()
         power = call.out.requires_grad and (
             (call.name not in LINEAR and not call.is_view())

@@ -41,7 +41,7 @@ class Cut(NamedTuple):
 
     dim: int
     whole: int
-    own: list[tuple[int, int]]
+    ranges: list[tuple[int, int]]
 
 
 @attrs.frozen
@@ -55,9 +55,9 @@ class Parts:
     def __repr__(self) -> str:
         return f"for whole rows, of which ranks of {self.axis.name} take their {self.layout} parts"
 
-    def around_layer(self, layer: int, given: Any) -> Draws:
+    def around_layer(self, layer: int, inputs: Any) -> Draws:
         """Return the mode in which a call of a layer runs, which is given these of the microbatch's tensors."""
-        tensors = [x for x in tree.leaves(given) if isinstance(x, Tensor) and x.dim() > 1]
+        tensors = [x for x in tree.leaves(inputs) if isinstance(x, Tensor) and x.dim() > 1]
         shapes = [x.shape for x in tensors]
         lengths, rows = {shape[1] for shape in shapes}, {shape[0] for shape in shapes}
         lengths = lengths - {1} or lengths  # of (rows, 1, ...) all tokens of a row share something
@@ -186,10 +186,10 @@ def drop(x: Tensor, p: float, piece: Cut | None = None, *, inplace: bool = False
 
 def take(whole: Tensor, cuts: Sequence[Cut]) -> Tensor:
     """Return a piece of a piece of the whole, in memory of its own."""
-    for dim, length, own in cuts:
-        padded = max(first + n for first, n in own) - length  # of the last parts of a sequence
+    for dim, length, ranges in cuts:
+        padded = max(first + n for first, n in ranges) - length  # of the last parts of a sequence
         whole = F.pad(whole, (*(0, 0) * (-dim - 1), 0, padded)) if padded > 0 else whole
-        pieces = [whole.narrow(dim, first, n) for first, n in own]
+        pieces = [whole.narrow(dim, first, n) for first, n in ranges]
         whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
     return whole.clone()
 

@@ -28,7 +28,7 @@ Side = Literal["whole", "pieces"]
 class Use:
     """A parameter of a copy: where the copy holds it, its name, and how ranks hold it: "piece", "same" or "sum"."""
 
-    held: Mapping[str, Tensor | None]
+    parameters: Mapping[str, Tensor | None]
     key: str
     name: str
     lies: str
@@ -47,7 +47,7 @@ _WRONG = {("piece", "whole"), ("same", "pieces"), ("sum", "whole")}
 
 def edges_of(uses: Iterable[Use]) -> Edges:
     """Return where in the graph the parameters are that copies hold now."""
-    tensors = [(x, use) for use in uses if (x := use.held.get(use.key)) is not None and x.requires_grad]
+    tensors = [(x, use) for use in uses if (x := use.parameters.get(use.key)) is not None and x.requires_grad]
     with temporarily_clear_interpreter_stack():  # private; under torch.func parameters have none of a transform's
         edges = [(get_gradient_edge(x), use) for x, use in tensors]
     return {(edge.node, edge.output_nr): use for edge, use in edges}

@@ -130,7 +130,7 @@ _ATTENTION = {F.scaled_dot_product_attention, F.multi_head_attention_forward, to
 
 
 @attrs.define(eq=False)
-class Known:
+class Observations:
     """What calls of the copies of a module have shown."""
 
     watched: set[bool] = attrs.field(factory=set[bool])  # with gradients, and without
@@ -142,7 +142,7 @@ class Calls:
     """How a copy of a module runs."""
 
     region: Region
-    known: Known
+    observations: Observations
     uses: list[Use]
     planned: Planned
     counts: list[tuple[nn.Module, str, str]]  # modules of attention, an attribute that is divided, and its name
@@ -153,12 +153,12 @@ class Calls:
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the copy; nothing of the call is left in the region."""
-        region, known = self.region, self.known
+        region, observations = self.region, self.observations
         region.begin()
         region.run = self.run
         try:
             recorded = torch.is_grad_enabled()
-            if recorded not in known.watched and not torch.compiler.is_compiling():
+            if recorded not in observations.watched and not torch.compiler.is_compiling():
                 edges = edges_of(self.uses)
                 watch = Watch(self, edges)
                 try:
@@ -176,8 +176,8 @@ class Calls:
                 check_uses(edges, out, self.side)
                 if self.after is None and recorded:
                     self.pending.update(edges)
-                known.watched.add(recorded)
-            elif known.draws and not torch.compiler.is_compiling():
+                observations.watched.add(recorded)
+            elif observations.draws and not torch.compiler.is_compiling():
                 region.draws = region.drawing = True
                 with DrawsOfAll(region):
                     out = forward(*args, **kwargs)
@@ -201,9 +201,9 @@ class Watch(DrawsOfAll):
 
     def __init__(self, calls: Calls, edges: Edges):
         super().__init__(calls.region)
-        self.known, self.counts, self.edges = calls.known, calls.counts, edges
+        self.observations, self.counts, self.edges = calls.observations, calls.counts, edges
         self.failed: Failed | None = None
-        self.uses = {id(x): use for use in calls.uses if (x := use.held.get(use.key)) is not None}
+        self.uses = {id(x): use for use in calls.uses if (x := use.parameters.get(use.key)) is not None}
 
     def __enter__(self) -> Watch:
         self.region.look = self._check_row
@@ -221,7 +221,7 @@ class Watch(DrawsOfAll):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if is_drawn_for_all(func):
-            self.known.draws = self.region.draws = self.region.drawing = True
+            self.observations.draws = self.region.draws = self.region.drawing = True
         values = [*args, *(kwargs or {}).values()]
         if func in OF_ELEMENTS:
             self._check_whole(func, next((x for x in values if isinstance(x, Tensor)), None))

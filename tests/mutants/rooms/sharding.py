@@ -238,8 +238,8 @@ MUTANTS = (
     Mutant(
         "bucket-one-leaf-too-many",
         "fds/layout.py",
-        "if held is None or _bytes(held) + _bytes(piece) > bound:",
-        "if held is None or _bytes(held) > bound:",
+        "if members is None or _bytes(members) + _bytes(piece) > bound:",
+        "if members is None or _bytes(members) > bound:",
         "buckets exceed their bound by a leaf",
         "tests/sharding/test_layouts.py",
     ),
