@@ -16,7 +16,7 @@ from fds.errors import BatchError, LossError
 from fds.loss.compiling import Compiler
 from fds.loss.modes import may_draw
 from fds.loss.modules import Apply, functional
-from fds.loss.recipes import LayerSpec, Recipe, every
+from fds.loss.recipes import LayerSpec, Recipe, always
 
 
 @attrs.frozen(eq=False)
@@ -238,7 +238,7 @@ class Layers:
             params.update((self._prefix(i) + name, p.detach().to("meta")) for name, p in module.named_parameters())
         return params
 
-    def _pieces(self, key: Tensor, wanted: Callable[[str], bool] = every) -> Iterator[dict[str, Tensor]]:
+    def _pieces(self, key: Tensor, wanted: Callable[[str], bool] = always) -> Iterator[dict[str, Tensor]]:
         for i, spec in self._owners():
             if isinstance(spec, LayerSpec) and not any(map(wanted, self.layer(i).params)):
                 continue

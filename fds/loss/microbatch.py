@@ -62,10 +62,10 @@ class Setting:
     maps: tuple[LayerMap, ...] = ()  # outermost first
     record: Any = None  # the `Call` of the microbatch, which maps receive and from whose key all that draws is seeded
 
-    def call(self, index: int, f: Callable[..., Any], given: int = 0) -> Callable[..., Any]:
+    def call(self, index: int, f: Callable[..., Any], num_params: int = 0) -> Callable[..., Any]:
         """Return `f` seeded and in this mode, however often and in whichever thread it is run again.
 
-        Its arguments are of the microbatch, but for so many that are `given` first.
+        Its arguments are of the microbatch, but for the first `num_params`, which are parameters.
         """
         around = self.mode.around
 
@@ -78,7 +78,7 @@ class Setting:
                     return f(*args)
                 with contextlib.ExitStack() as stack:
                     for enter in around:
-                        stack.enter_context(enter(index, args[given:]))
+                        stack.enter_context(enter(index, args[num_params:]))
                     return f(*args)
 
         return run
@@ -167,7 +167,7 @@ def run(loss: Any, params: Any, batch: Any, buffers: dict[str, Tensor], setting:
         return _run_layers(loss, params, batch, buffers, setting)
     threaded = isinstance(loss, Buffered)
     f = loss.loss_fn if threaded else loss
-    (call,) = setting.mapped([LayerCall(setting.call(0, f, given=1))])  # parameters
+    (call,) = setting.mapped([LayerCall(setting.call(0, f, num_params=1))])  # parameters
     if threaded:
         value = call(params, batch, {key: b.clone() for key, b in buffers.items()})
     else:

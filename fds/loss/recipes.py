@@ -123,19 +123,19 @@ class Recipe:
         trace: `trace() -> params` on `meta`: nothing is allocated or drawn.
         pieces: `pieces(key, wanted)` yields `{name: tensor}`, one layer at a time, in the order of the trace. Layers
             for which `wanted(name)` is false for every name are skipped, unless they were passed as built modules.
-        given: names of parameters of modules that were passed built; their values may differ between ranks.
+        built: names of parameters of modules that were passed built; their values may differ between ranks.
     """
 
     trace: Callable[[], dict[str, Tensor]]
     pieces: Callable[..., Iterator[dict[str, Tensor]]]
-    given: frozenset[str] = frozenset()
+    built: frozenset[str] = frozenset()
 
     def __call__(self, key: Tensor) -> dict[str, Tensor]:
         """Return all parameters, in the order of the trace."""
         return {name: x for piece in self.pieces(key) for name, x in piece.items()}
 
 
-def every(name: str) -> bool:
+def always(name: str) -> bool:
     """Return True: the default `wanted` of `Recipe.pieces`."""
     return True
 
@@ -166,7 +166,7 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Recipe:
             hint="the parameters of a module that is built: fds.functional(module)",
         )
 
-    def pieces(key: Tensor, wanted: Callable[[str], bool] = every) -> Iterator[dict[str, Tensor]]:
+    def pieces(key: Tensor, wanted: Callable[[str], bool] = always) -> Iterator[dict[str, Tensor]]:
         with random.python_seeded(key):
             recording = record(module_factory, key)
         if recording is None:

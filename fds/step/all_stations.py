@@ -148,10 +148,12 @@ class Stations:
         lambda step: tuple(x for x in step.layer if getattr(x, "in_evaluation", False))
     )
     # those whose slot changes by a rule; whether anything may be noted; whether what is not finite is skipped
-    following: tuple[Memory, ...] = _derived(lambda step: tuple(one for one in step.memory.values() if one.follows))
-    noting: bool = _derived(lambda step: any(one.merge or one.on_skip == "keep" for one in step.following))
-    skips: bool = _derived(lambda step: any(one.skips for one in step.measure))
-    normed: bool = _derived(lambda step: any(one.norm for one in step.measure))  # whether the global norm is measured
+    following: tuple[Memory, ...] = _derived(
+        lambda step: tuple(memory for memory in step.memory.values() if memory.follows)
+    )
+    noting: bool = _derived(lambda step: any(memory.merge or memory.on_skip == "keep" for memory in step.following))
+    skips: bool = _derived(lambda step: any(measure.skips for measure in step.measure))
+    normed: bool = _derived(lambda step: any(measure.norm for measure in step.measure))  # whether the norm is measured
     # what of `after` writes parameters, how ranks with parameters of their own agree on them; and the others
     synchronize: Synchronize | None = _derived(lambda step: next((x for x in step.after if writes_params(x)), None))
     followers: tuple[After, ...] = _derived(lambda step: tuple(x for x in step.after if not writes_params(x)))
@@ -160,12 +162,12 @@ class Stations:
     runtime: Runtime = attrs.field(factory=Runtime, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        if set(map(id, self.topology)) != set(map(id, self.dimensions.given)):
+        if set(map(id, self.topology)) != set(map(id, self.dimensions.source)):
             raise ComposeError(
                 "the topology of a step was replaced, and not what follows from it",
                 where="station 'topology'",
                 got=", ".join(map(repr, self.topology)) or "no dimensions",
-                want=", ".join(map(repr, self.dimensions.given)) or "no dimensions",
+                want=", ".join(map(repr, self.dimensions.source)) or "no dimensions",
                 hint="fds.step.fill(step, topology=dimension) in a transform adds one",
             )
 

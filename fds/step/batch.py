@@ -270,7 +270,7 @@ def _mapped(batch: Any, maps: tuple[Map, ...], call: Call, part: int) -> Any:
     if not maps:
         return batch
     share, _ = call.dimensions.share_of_batch
-    rows, given = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and not x.is_inference()], batch
+    rows, original = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and not x.is_inference()], batch
     versions = list(map(tree.version_of, rows))
     batch = tree.copied(batch)  # whose containers a map may fill
     for i, map_ in enumerate(maps):
@@ -279,6 +279,6 @@ def _mapped(batch: Any, maps: tuple[Map, ...], call: Call, part: int) -> Any:
             batch = contracts.batch(map_(batch, own_call), batch, map_)
         if (now := list(map(tree.version_of, rows))) != versions:
             changed = {id(x) for x, a, b in zip(rows, now, versions, strict=True) if a != b}
-            written = [place(path) for path, x in tree.paths(given).items() if id(x) in changed]
+            written = [place(path) for path, x in tree.paths(original).items() if id(x) in changed]
             raise contracts.written_rows(map_, tree.named(written))
     return batch

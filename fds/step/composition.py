@@ -149,23 +149,23 @@ class Composition:
                 )
             forms.loss(role, f)
         step = self.rewrite(Step(loss=loss, eval_loss=loss if eval_fn is None else eval_fn))
-        for one in step.followers:
-            if one.slot in step.memory and step.memory[one.slot].follows:
+        for follower in step.followers:
+            if follower.slot in step.memory and step.memory[follower.slot].follows:
                 raise ComposeError(
                     "two fillers write to one slot",
                     where="station 'after'",
-                    got=one.slot,
+                    got=follower.slot,
                     want="its Memory without merge and accept, or no filler of `after`",
                 )
-            if one.slot not in step.memory:
+            if follower.slot not in step.memory:
                 raise ComposeError(
                     "a filler writes to a slot that nobody makes",
                     where="station 'after'",
-                    got=one.slot,
+                    got=follower.slot,
                     want=", ".join(step.memory) or "no slots are filled",
-                    hint=f"fill(step, after=..., memory=Memory({one.slot!r}, init, lies))",
+                    hint=f"fill(step, after=..., memory=Memory({follower.slot!r}, init, lies))",
                 )
-        if not step.skips and (learning := [one for one in step.memory.values() if one.on_skip == "run"]):
+        if not step.skips and (learning := [memory for memory in step.memory.values() if memory.on_skip == "run"]):
             raise ComposeError(
                 "a memory learns of skips, and nothing is skipped",
                 where="station 'memory'",
@@ -190,13 +190,13 @@ class Composition:
         if step.place.speculate:
             in_turn = isinstance(step.execute, InTurn)
             check_speculation(step.condition, step.optimizer, in_turn=in_turn, communicates=bool(split))
-        for one in step.condition if split or differs else ():
-            if not getattr(one, "takes_slices", False):
+        for map_ in step.condition if split or differs else ():
+            if not getattr(map_, "takes_slices", False):
                 has = "flat slices of them" if split else "those of its own stages"
                 raise ComposeError(
                     f"a gradient map may need all gradients, and each rank has {has}",
                     where="station 'condition'",
-                    got=_word(one),
+                    got=_word(map_),
                     want="a map with takes_slices = True",
                     hint="set it on a map that treats every element alike, wherever it lies"
                     + ("" if differs else "; or shard at stage 0"),

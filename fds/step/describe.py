@@ -142,25 +142,25 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
     layout = structure.layout
     buckets = () if layout is None else tuple(b.numel * b.dtype.itemsize for b in layout.buckets)
     captured, places = step.runtime.captured[0], _places(step, structure, state)
-    held, sums = held_bytes(step, structure, state), _sums(step, structure)
-    if "ahead" in held:
+    num_bytes, sums = held_bytes(step, structure, state), _sums(step, structure)
+    if "ahead" in num_bytes:
         lives = step.lives(structure, state)
         sums["ahead"] = list(dict.fromkeys(compress(lives.media, lives.apart)))
     if captured is not None and captured.num_bytes:
-        held["graphs"] = captured.num_bytes
+        num_bytes["graphs"] = captured.num_bytes
     if stored := {place: n for place, n in kept.items() if n}:
-        held["stored"], sums["stored"] = sum(stored.values()), list(stored)
+        num_bytes["stored"], sums["stored"] = sum(stored.values()), list(stored)
     return Description(
         stations=stations,
         kernels=kernels,
-        num_bytes=held,
+        num_bytes=num_bytes,
         lives={part: ", ".join(words) for part, words in {**places, **sums}.items() if set(words) - {"device"}},
         places=_summed(places),
         sent=sent_bytes(step, structure),
         frozen=frozen,
         unused=unused,
         buckets=buckets,
-        memory={slot: tree.num_bytes(held) for slot, held in state.slots.items()},
+        memory={name: tree.num_bytes(slot) for name, slot in state.slots.items()},
         messages=predicted(step, structure, state),
         synchronized=0 if step.synchronize is None else round(step.synchronize.bytes_sent(structure)[0]),
     )
@@ -245,8 +245,8 @@ def _tried(step: Stations, structure: Structure, state: State, batch: Any) -> tu
     """Return the parameters that the loss does not use on a batch, and place -> bytes that layers keep there."""
     same_composition(step)
     step, tallies = _counting(step)
-    held = StateTensors(structure, tree.leaves(state.params), [], [])
-    setup = attrs.evolve(Setup.of(step, state, held), scale=None, residency=step.place.residency)
+    tensors = StateTensors(structure, tree.leaves(state.params), [], [])
+    setup = attrs.evolve(Setup.of(step, state, tensors), scale=None, residency=step.place.residency)
     gradients = local_gradients(InChunks(step, setup), batch)
     unused = tuple(name for name, is_used in zip(structure.trained_names, gradients.used, strict=True) if not is_used)
     places: dict[str, int] = {}

@@ -58,41 +58,44 @@ def writable(
     tensors = [x for _, leaves in parts for x in leaves]
     if state.token.memory is TAKEN:
         return tensors, KnownMemory.of(tensors, kind)
-    known, places = state.token.memory, list(map(Tensor.data_ptr, tensors))
+    memory, places = state.token.memory, list(map(Tensor.data_ptr, tensors))
     dense = list(map(Tensor.is_contiguous, tensors))
-    if known is not None and known.kind is kind and known.places == places and all(dense):
-        copied = _held(state, parts, tensors, lists + (not known.pooled))  # a 1-D view holds what it is a view of
+    if memory is not None and memory.kind is kind and memory.places == places and all(dense):
+        copied = _held(state, parts, tensors, lists + (not memory.pooled))  # a 1-D view holds what it is a view of
     else:
         copied = _held(state, parts, tensors, lists)
-        copied = [one or not is_dense for one, is_dense in zip(copied, dense, strict=True)]
+        copied = [is_copied or not is_dense for is_copied, is_dense in zip(copied, dense, strict=True)]
         tensors = [x if is_dense else copy(i, x) for i, (x, is_dense) in enumerate(zip(tensors, dense, strict=True))]
-        known = KnownMemory.of(tensors, kind)
-    shared = known.buffers.shared(others=known.pooled)
+        memory = KnownMemory.of(tensors, kind)
+    shared = memory.buffers.shared(others=memory.pooled)
     if any(copied) or any(shared):
         copied = [a or b for a, b in zip(copied, shared, strict=True)]
-        tensors = [copy(i, x) if one else x for i, (x, one) in enumerate(zip(tensors, copied, strict=True))]
-        known = KnownMemory.of(tensors, kind)
-    return tensors, known
+        tensors = [copy(i, x) if is_copied else x for i, (x, is_copied) in enumerate(zip(tensors, copied, strict=True))]
+        memory = KnownMemory.of(tensors, kind)
+    return tensors, memory
 
 
 def _held(state: State, parts: Sequence[tuple[Any, list[Tensor]]], tensors: list[Tensor], lists: int) -> list[bool]:
     """Say of every tensor whether Python holds it, or a container that it is in, in more places than are known."""
-    held: list[bool] = []
-    listed = sum(one is state.slots for one, _ in parts)
+    shared: list[bool] = []
+    listed = sum(tree_ is state.slots for tree_, _ in parts)
     in_slots = next(map(sys.getrefcount, [state.slots])) != _ONCE + 1 + listed
-    for one, leaves in parts:
-        nodes = tree.nodes(one)
+    for tree_, leaves in parts:
+        nodes = tree.nodes(tree_)
         counts = list(map(sys.getrefcount, nodes))
-        known = [_ONCE + 3, *[_ONCE + 1] * len(counts[1:])]  # what each is in; and `one` and `parts` hold the first
+        expected = [_ONCE + 3, *[_ONCE + 1] * len(counts[1:])]  # what each is in; `tree_` and `parts` hold the first
         unknown = any(node is None for node in nodes)  # by whom its containers are held
-        outside = in_slots and one is not state.params and one is not state.opt
-        held += [unknown or outside or counts != known[: len(counts)]] * len(leaves)
+        outside = in_slots and tree_ is not state.params and tree_ is not state.opt
+        shared += [unknown or outside or counts != expected[: len(counts)]] * len(leaves)
         del nodes
-    counts, known = list(map(sys.getrefcount, tensors)), _ONCE + lists + 1
-    if counts.count(known) == len(counts):
-        return held
+    counts, holders = list(map(sys.getrefcount, tensors)), _ONCE + lists + 1
+    if counts.count(holders) == len(counts):
+        return shared
     spent = Counter(id(x) for old in _given_up(state) for x in tree.leaves((old.params, old.opt, old.slots)))
-    return [one or count != known + spent[id(x)] for one, count, x in zip(held, counts, tensors, strict=True)]
+    return [
+        is_shared or count != holders + spent[id(x)]
+        for is_shared, count, x in zip(shared, counts, tensors, strict=True)
+    ]
 
 
 def _given_up(state: State) -> list[State]:

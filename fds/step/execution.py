@@ -66,7 +66,7 @@ class Microbatch:
     def opened(
         self,
         params: Any,
-        given: Any,
+        inputs: Any,
         setting: losses.Setting,
         at: str,
         *,
@@ -78,14 +78,14 @@ class Microbatch:
 
         Views and what runs inside get containers of their own: what they put into them is gone after this microbatch.
         `plain` ones have memory, at stage 3 too; notes of those that are viewed `again` do not count. Raises
-        `LossError` where anything writes into what it is `given`.
+        `LossError` where anything writes into parameters or `inputs`.
         """
-        held = {"params": params, "batch": given}
+        trees = {"params": params, "batch": inputs}
         if self.views or self.context or setting.maps:  # which are given the call
-            held |= {"slots": dict(setting.record.own_slots), "step": setting.record.step}
-        with check.intact(self.asked, at, **held), contextlib.ExitStack() as stack:
+            trees |= {"slots": dict(setting.record.own_slots), "step": setting.record.step}
+        with check.intact(self.asked, at, **trees), contextlib.ExitStack() as stack:
             if self.views is not None:
-                with check.intact(self.asked, f"{at}, by views", by="a view", **held):
+                with check.intact(self.asked, f"{at}, by views", by="a view", **trees):
                     params, cuts = self.views.seen(params, setting, plain=plain, in_pieces=in_pieces, again=again)
             else:
                 params, cuts = tree.map(materialize, params) if plain else tree.copied(params), {}
@@ -371,9 +371,9 @@ def _foresee(run: Pass, outcome: losses.Outcome, totals: Totals, *, last: bool) 
         run.seeds.has_weights(outcome)
     if not last:
         return
-    every, mine = run.seeds.foreseen(totals, run.everyone), attrs.evolve(totals, divisor=run.seeds.divisor)
+    global_totals, mine = run.seeds.foreseen(totals, run.everyone), attrs.evolve(totals, divisor=run.seeds.divisor)
     for expect in run.expects:
-        expect(every, mine, run.sums.predivide)
+        expect(global_totals, mine, run.sums.predivide)
 
 
 def _plain(x: Any) -> Any:

@@ -43,10 +43,10 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
     by, owners = step.composing.position, dict(step.composing.owners)
     changes: dict[str, Any] = {}
     for name, value in itertools.chain(stations.items(), _implied(stations)):
-        held = _station(step, name)
-        some = value if tree.is_dict(value) else None  # of the fields of a station
-        if some is None or name in ("memory", "slots"):
-            forms.form(name, value, held)
+        current = _station(step, name)
+        by_field = value if tree.is_dict(value) else None  # of the fields of a station
+        if by_field is None or name in ("memory", "slots"):
+            forms.form(name, value, current)
         if name in ("memory", "slots"):
             made = _memories(value)
             for slot in made:
@@ -54,22 +54,22 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
                     raise conflict(step, f"the slot {slot!r}", owners[key], hint, instead=instead)
                 owners[key] = by
             changes["memory"] = {**changes.get("memory", step.memory), **made}
-        elif isinstance(held, tuple):
+        elif isinstance(current, tuple):
             if (once := _stands_once(value)) is not None:
                 key, what = once
                 if key in owners:
                     drop = by if instead is None else owners[key]
                     raise conflict(step, what, owners[key], hint, drop=drop, instead=instead)
                 owners[key] = by
-            changes[name] = (*held, value)
+            changes[name] = (*current, value)
         else:
-            fields = _fields(held) if some is None else some
-            keys = [f"{name}.{field}" for field in fields] + [name] * (some is None)
+            fields = _fields(current) if by_field is None else by_field
+            keys = [f"{name}.{field}" for field in fields] + [name] * (by_field is None)
             taken = next((key for key in keys if key in owners), None)
             if taken is not None:
                 drop = by if instead is None else owners[taken]
                 raise conflict(step, f"the station {name!r}", owners[taken], hint, drop=drop, instead=instead)
-            changes[name] = value if some is None else _evolved(name, held, some)
+            changes[name] = value if by_field is None else _evolved(name, current, by_field)
             owners.update(dict.fromkeys(keys, by))
     if "topology" in changes:
         changes["dimensions"] = Dimensions.of(changes["topology"])
@@ -122,14 +122,14 @@ def _station(step: Step, name: str) -> Any:
     return getattr(step, name)
 
 
-def _fields(held: object) -> list[str]:
+def _fields(filler: object) -> list[str]:
     """Return the names of a station's fields, none where it is not a record."""
-    return [field.name for field in attrs.fields(type(held))] if attrs.has(type(held)) else []
+    return [field.name for field in attrs.fields(type(filler))] if attrs.has(type(filler)) else []
 
 
-def _evolved(name: str, held: Any, value: dict[str, Any]) -> Any:
+def _evolved(name: str, current: Any, value: dict[str, Any]) -> Any:
     """Return a station with some of its fields replaced. Raises `ComposeError` for others than it has."""
-    names = _fields(held)
+    names = _fields(current)
     other = next((field for field in value if field not in names), None)
     if other is not None:
         raise ComposeError(
@@ -141,7 +141,7 @@ def _evolved(name: str, held: Any, value: dict[str, Any]) -> Any:
         )
     for field, filler in value.items():
         forms.field(name, field, filler)
-    return attrs.evolve(held, **value)
+    return attrs.evolve(current, **value)
 
 
 def conflict(

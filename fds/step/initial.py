@@ -38,15 +38,17 @@ def with_parameters(step: Stations, state: State, params: Any) -> State:
     """Return a state with other parameters, whole ones or a slot of the optimizer's; see `Step.with_params`."""
     check.usable(state, "with_params")
     structure, parts = step.held_by(state)
-    trained = [structure.held[i] for i in structure.trained]
+    trained = [structure.part_names[i] for i in structure.trained]
     if tree.is_dict(params) and list(params) == trained and (structure.sharded or trained != list(structure.names)):
         opt = step.place.residency
         new = [x.to(state.step.device) if opt.kinds else contiguous_copy(x) for x in params.values()]
-        held = structure.put(parts, [x.view(structure.shapes[i]) for i, x in zip(structure.trained, new, strict=True)])
+        local_params = structure.put(
+            parts, [x.view(structure.shapes[i]) for i, x in zip(structure.trained, new, strict=True)]
+        )
     else:
         here = tree.map(lambda x: x.to(state.step.device) if isinstance(x, Tensor) and not x.is_meta else x, params)
-        held = _placed(step, here, state.key, step.everyone)[0]
-    other = step.structure_of(held)[0]
+        local_params = _placed(step, here, state.key, step.everyone)[0]
+    other = step.structure_of(local_params)[0]
     if other is not structure and type(params) is OrderedDict:  # as module.state_dict() returns
         return with_parameters(step, state, dict(cast("dict[str, Tensor]", params)))
     if other is not structure:
@@ -60,7 +62,7 @@ def with_parameters(step: Stations, state: State, params: Any) -> State:
             want=want.get(name, "the tree of step.params(state)" if name == "params" else "nothing"),
             hint="what step.params(state) returned, with other values",
         )
-    return attrs.evolve(state, params=held)
+    return attrs.evolve(state, params=local_params)
 
 
 def _placed(step: Stations, params: Any, key: Tensor, everyone: Axis | None) -> tuple[Any, Tensor, torch.device]:
@@ -71,9 +73,9 @@ def _placed(step: Stations, params: Any, key: Tensor, everyone: Axis | None) -> 
     if everyone is not None:
         same_composition(step)
         key = torch.tensor(everyone.exchange(tree.values_of(key), "init")[0], dtype=torch.int64, device="cpu")
-    error = None
+    error, is_source = None, everyone is None or not everyone.index
     try:
-        shapes, params = _read(step, params, random.fold_in(key, "params"), own=everyone is None or not everyone.index)
+        shapes, params = _read(step, params, random.fold_in(key, "params"), is_source=is_source)
     except FdsError as caught:
         shapes, error = {}, caught
     if everyone is not None:
@@ -94,7 +96,7 @@ def _placed(step: Stations, params: Any, key: Tensor, everyone: Axis | None) -> 
 
     def values() -> Iterator[tuple[str, Tensor]]:
         for name, x in _all_of(made, shapes, _made_here(step, shapes, params, alone), failed):
-            _of_rank_0(x, everyone if not recipe or name in params.given else peers)
+            _of_rank_0(x, everyone if not recipe or name in params.built else peers)
             if step.dimensions.holds(name):
                 x = encode(step.encodings, x, leaves[name])
                 if (piece := step.dimensions.cut(name, x)) is not x:
@@ -119,12 +121,12 @@ def _placed(step: Stations, params: Any, key: Tensor, everyone: Axis | None) -> 
     return parts, key, device
 
 
-def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device, *, alone: bool = False) -> State:
+def beginning(step: Stations, params: Any, key: int | Tensor, device: torch.device, *, alone: bool = False) -> State:
     """Return the state of a step that begins with these parameters, as this rank holds them: everything else is fresh.
 
     Where ranks share the step and it is not `alone`, they get the module buffers of the first one at their place.
     """
-    structure, parts = step.structure_of(held)
+    structure, parts = step.structure_of(params)
     peers = None if alone else step.dimensions.peers
     flat, key = [x.view(-1) for x in structure.pick(parts)], random.key(key)
     residency = deferred(step.place.residency, None if alone else step.everyone)
@@ -134,7 +136,7 @@ def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device
         if step.dimensions.holds(name)
     }
     slots = first_slots(
-        step.memory, held, structure.trained_shapes, whole_shapes(step, structure), device, key, step.dimensions
+        step.memory, params, structure.trained_shapes, whole_shapes(step, structure), device, key, step.dimensions
     )
     opt: dict[str, list[Tensor | None]] = {}
     with put_off(residency):
@@ -147,7 +149,7 @@ def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device
     state = State(
         step=torch.zeros((), dtype=torch.int64, device=device),
         calls=torch.zeros((), dtype=torch.int64, device="cpu"),
-        params=held,
+        params=params,
         opt=structure.name_slots(opt),
         buffers=buffers,
         slots=slots,
@@ -193,10 +195,11 @@ def at_first(step: Stations, state: State) -> dict[str, dict[str, Any]]:
     structure, meta = step.structure_of(state.params)[0], torch.device("meta")
     shapes = whole_shapes(step, structure)
     with meta, random.seeded(state.key, "slots"):
-        held = tree.map(lambda x: x.to(meta), state.params)
-        slots = first_slots(step.memory, held, structure.trained_shapes, shapes, meta, state.key, step.dimensions)
-        held = {name: b for name, b in buffers.items() if step.dimensions.holds(name)}
-        return {"slots": slots, "buffers": {name: step.dimensions.cut(name, b.to("meta")) for name, b in held.items()}}
+        params = tree.map(lambda x: x.to(meta), state.params)
+        slots = first_slots(step.memory, params, structure.trained_shapes, shapes, meta, state.key, step.dimensions)
+        buffers = {name: b for name, b in buffers.items() if step.dimensions.holds(name)}
+        buffers = {name: step.dimensions.cut(name, b.to("meta")) for name, b in buffers.items()}
+        return {"slots": slots, "buffers": buffers}
 
 
 def whole_shapes(step: Stations, structure: Structure) -> dict[str, tuple[int, ...]]:
@@ -204,12 +207,12 @@ def whole_shapes(step: Stations, structure: Structure) -> dict[str, tuple[int, .
     return step.dimensions.shapes({name: structure.leaves[name].shape for name in structure.names})
 
 
-def device_of(held: Any, shapes: Any, everyone: Axis | None) -> torch.device:
+def device_of(params: Any, shapes: Any, everyone: Axis | None) -> torch.device:
     """Return the device of the first leaf, else the one of the other ranks', or where leaves would be made.
 
     Raises `StateError` for a tree without tensors.
     """
-    for leaf in tree.leaves(held):
+    for leaf in tree.leaves(params):
         return leaf.device
     if everyone is not None and everyone.device.type != "cpu":
         return everyone.device
@@ -220,7 +223,7 @@ def device_of(held: Any, shapes: Any, everyone: Axis | None) -> torch.device:
 
 def _made_here(step: Stations, shapes: Any, params: Any, alone: bool) -> list[str]:
     """Return the names of the parameters that this rank makes or receives, in order."""
-    names = params.given if isinstance(params, losses.Recipe) else () if alone else tree.paths(shapes)
+    names = params.built if isinstance(params, losses.Recipe) else () if alone else tree.paths(shapes)
     return [name for name in tree.paths(shapes) if name in names or step.dimensions.holds(name)]
 
 
@@ -254,7 +257,7 @@ def _from_recipe(recipe: losses.Recipe, key: Tensor, holds: Callable[[str], bool
     """Yield every parameter that this rank holds or that was given built, one layer at a time in memory."""
     for piece in recipe.pieces(key, holds):
         for name, x in piece.items():
-            if name in recipe.given or holds(name):
+            if name in recipe.built or holds(name):
                 check_finite(name, x)
                 yield name, contiguous_copy(x)
             del x
@@ -281,16 +284,16 @@ def _of_rank_0(x: Tensor, data: Axis | None) -> Tensor:
     return x
 
 
-def _read(step: Stations, params: Any, key: Tensor, *, own: bool) -> tuple[Any, Any]:
+def _read(step: Stations, params: Any, key: Tensor, *, is_source: bool) -> tuple[Any, Any]:
     """Return the shapes of the parameters, and what makes them: a recipe or a tree. Raises `StateError`.
 
-    Values count where they are this rank's `own`.
+    Values of a tree are looked at on the rank that is their source.
     """
     check.parameters(params)
     if callable(params) and not isinstance(params, losses.Recipe):
         params = params(key)
     recipe = isinstance(params, losses.Recipe)
-    if not recipe and own:
+    if not recipe and is_source:
         check_own(params)
     shapes = params.trace() if recipe else params
     if isinstance(step.loss, losses.Layers):
@@ -321,8 +324,8 @@ def _structure(step: Stations, shapes: Any) -> tuple[Structure, dict[str, Leaf]]
 
     Raises `ComposeError` where they differ and ranks hold different parameters: these know what is given alone.
     """
-    given = step.dimensions.held(shapes)
-    structure, _ = step.structure_of(given)
+    params = step.dimensions.part_of(shapes)
+    structure, _ = step.structure_of(params)
     if not step.encodings:
         return structure, structure.leaves
     if step.dimensions.differing:
@@ -332,8 +335,8 @@ def _structure(step: Stations, shapes: Any) -> tuple[Structure, dict[str, Leaf]]
             got=", ".join(map(str, step.composition)),
             want="a composition without a pipeline on several ranks, or a tensor axis",
         )
-    held = [encode(step.encodings, x.to("meta"), structure.leaves[name]) for name, x in tree.paths(given).items()]
-    return step.structure_of(tree.flatten(given)[1](held))[0], structure.leaves
+    encoded = [encode(step.encodings, x.to("meta"), structure.leaves[name]) for name, x in tree.paths(params).items()]
+    return step.structure_of(tree.flatten(params)[1](encoded))[0], structure.leaves
 
 
 def _agree(shapes: Any, error: FdsError | None, data: Axis) -> None:

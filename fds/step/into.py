@@ -139,9 +139,9 @@ def _pairs(module: Any, params: Named, buffers: Named, prefix: str, buffers_pref
             want="a module whose parameters are those of the state",
             hint="prefix= names a part of the state",
         )
-    held = dict(module.named_buffers(remove_duplicate=False))
-    more = list(_matched(held, buffers, buffers_prefix, "buffers"))
-    elsewhere = [name for name in buffers if any(name == n or name.endswith(f".{n}") for n in held)]
+    module_buffers = dict(module.named_buffers(remove_duplicate=False))
+    more = list(_matched(module_buffers, buffers, buffers_prefix, "buffers"))
+    elsewhere = [name for name in buffers if any(name == n or name.endswith(f".{n}") for n in module_buffers)]
     if not more and elsewhere:
         raise StateError(
             "the module's buffers are in the state under another prefix",
@@ -152,22 +152,22 @@ def _pairs(module: Any, params: Named, buffers: Named, prefix: str, buffers_pref
     return [*pairs, *more]
 
 
-def _matched(own: Mapping[str, Tensor], named: Mapping[str, Tensor], prefix: str, what: str) -> Iterator[Pair]:
+def _matched(tensors: Mapping[str, Tensor], named: Mapping[str, Tensor], prefix: str, what: str) -> Iterator[Pair]:
     """Yield the entries under a prefix, with the tensors of a module that bear their names."""
     taken: dict[int, str] = {}
     for name, x in named.items():
         if not name.startswith(prefix):
             continue
         local = name[len(prefix) :]
-        if local not in own:
+        if local not in tensors:
             raise StateError(
                 f"the module lacks {what} of the state",
                 where=name,
-                got=_some(own),
+                got=_some(tensors),
                 want=local,
                 hint="prefix= names a part of the state",
             )
-        there = own[local]
+        there = tensors[local]
         if id(there) in taken:
             raise StateError(
                 f"{what} that the module ties are apart in the state",

@@ -22,7 +22,7 @@ def local_gradients(update: Update, batch: Any) -> LocalGradients:
     this returns.
     """
     step, setup = update.step, update.setup
-    structure, everyone = setup.held.structure, step.dimensions.everyone
+    structure, everyone = setup.tensors.structure, step.dimensions.everyone
     try:
         ran, sums, summed = _run(update, batch)
         used, leaves = sums.used(), sums.finish()
@@ -53,11 +53,11 @@ def _run(update: Update, batch: Any) -> tuple[PassResult, InPlace | Bucketed, bo
     What only this needs (whole or low-precision parameters, microbatches, graphs) is gone when it returns.
     """
     step, setup = update.step, update.setup
-    state, structure, call, residency = setup.state, setup.held.structure, setup.call, setup.residency
+    state, structure, call, residency = setup.state, setup.tensors.structure, setup.call, setup.residency
     dimensions, pool, asked = step.dimensions, step.runtime.pool, step.runtime.asked
     microbatches, order = step.split_batch(call, batch), step.order("step", structure)
     settings = step.settings(call, state.buffers, microbatches.count)
-    reduce, parts = step.reduction.open(call, setup.drafts, setup.held, step.shard, pool)
+    reduce, parts = step.reduction.open(call, setup.drafts, setup.tensors, step.shard, pool)
     update.arguments = reduce.arguments
     masters = step.masters(structure, parts, call.device, residency)
     params = open_parameters(step.gather, step.shard, structure, masters, pool, train=True, order=order)

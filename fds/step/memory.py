@@ -107,12 +107,12 @@ class Memory:
     def first(
         self,
         params: Any,
-        own: Mapping[str, tuple[int, ...]],
+        local_shapes: Mapping[str, tuple[int, ...]],
         shapes: Mapping[str, tuple[int, ...]],
         device: torch.device,
     ) -> Any:
         """Return the slot at the start of a run. Raises `ComposeError` for what it must not be."""
-        likes = params if self.mirrors else dict(own if self.lies == "partial" else shapes)
+        likes = params if self.mirrors else dict(local_shapes if self.lies == "partial" else shapes)
         slot = contracts.first_slot(self.init(likes, device), self.slot, self.init)
         if self.lies in ("named", "partial"):
             contracts.named_slot(slot, self.slot, self.init, among=likes if self.lies == "partial" else None)
@@ -132,7 +132,7 @@ class Memory:
 def first_slots(
     memories: Mapping[str, Memory],
     params: Any,
-    own: Mapping[str, tuple[int, ...]],
+    local_shapes: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
     device: torch.device,
     key: Tensor,
@@ -140,12 +140,12 @@ def first_slots(
 ) -> dict[str, Any]:
     """Return all slots at the start of a run; those that every rank has alike are drawn alike.
 
-    `own` are the shapes of the trained parameters that this rank holds, `shapes` those of all parameters.
+    `local_shapes` are the shapes of the trained parameters that this rank holds, `shapes` those of all parameters.
     """
     slots: dict[str, Any] = {}
     for name, memory in memories.items():
         with random.seeded(key, "slots", name, *(dimensions.coordinates if memory.mirrors else ())):
-            slots[name] = memory.first(params, own, shapes, device)
+            slots[name] = memory.first(params, local_shapes, shapes, device)
     return slots
 
 

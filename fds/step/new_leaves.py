@@ -44,19 +44,19 @@ class NewLeaves:
     pieces: dict[str, Any]  # slot -> what follows it chunk by chunk: its memory, not what it holds until then
     flat: list[Tensor]  # all of them, in this order
     old: list[Tensor]  # the old values of all of them
-    known: KnownMemory | None  # of their memory, where the new state may be given up
+    memory: KnownMemory | None  # of their memory, where the new state may be given up
 
     def replace(self, trained: list[Tensor], opt: dict[str, list[Tensor | None]]) -> None:
         """Take other memory, which an optimizer has returned."""
         self.trained = [x.view(old.shape) for x, old in zip(trained, self.trained, strict=True)]
-        self.opt, self.known = self.structure.name_slots(opt), None
+        self.opt, self.memory = self.structure.name_slots(opt), None
 
-    def synchronize(self, one: Synchronize, *, skip: Tensor | None, call: Call) -> None:
+    def synchronize(self, rule: Synchronize, *, skip: Tensor | None, call: Call) -> None:
         """Let ranks with parameters of their own agree on what was updated."""
         opt = self.structure.align(
             [self.opt[slot][name].view(-1) for slot, want in self.structure.opt.items() for name in want.names]
         )
-        one(self.structure, [x.view(-1) for x in self.trained], opt, skip=skip, call=call)
+        rule(self.structure, [x.view(-1) for x in self.trained], opt, skip=skip, call=call)
 
     def give_up(self, state: State) -> None:
         """Mark a state that is given up as such, before the first of its tensors is written."""
@@ -70,7 +70,7 @@ class NewLeaves:
     def token(self, state: State) -> Token:
         """Return the token of the new state."""
         state.token.became = self.place.donate  # if not, whoever gives it up later may fail
-        return Token.after(state, self.known) if self.over else Token(memory=self.known)
+        return Token.after(state, self.memory) if self.over else Token(memory=self.memory)
 
 
 @attrs.frozen(eq=False)
@@ -96,11 +96,11 @@ class Apart:
 
     def among(self, index: Sequence[int], *others: list[Tensor]) -> tuple[list[Tensor], ...]:
         """Return tensors, flat ones and old values of all leaves, given those of the `others`, of these indices."""
-        every = (
-            mine | dict(zip(index, some, strict=True))
-            for mine, some in zip((self.tensors, self.flat, self.old), others, strict=True)
+        columns = (
+            mine | dict(zip(index, values, strict=True))
+            for mine, values in zip((self.tensors, self.flat, self.old), others, strict=True)
         )
-        return tuple([leaves[i] for i in sorted(leaves)] for leaves in every)
+        return tuple([leaves[i] for i in sorted(leaves)] for leaves in columns)
 
 
 def new_leaves(
@@ -127,14 +127,14 @@ def new_leaves(
     if apart is not None and apart.tensors:
         index, parts = apart.others(parts)
     if over:
-        tensors, known = writable(state, parts, structure, lists=2, copy=lambda j, x: lives.copy(index[j], x))
-        buffers = known.buffers
+        tensors, memory = writable(state, parts, structure, lists=2, copy=lambda j, x: lives.copy(index[j], x))
+        buffers = memory.buffers
         old = buffers.flat
     else:
-        old = [x for _, some in parts for x in some]
+        old = [x for _, leaves in parts for x in leaves]
         others = () if apart is None else apart.tensors.values()
         tensors, buffers = pooled(lives, pool, index, old, (structure, *map(tree.device_of, old)), others)
-        known = KnownMemory.of(tensors, structure, buffers) if place.donate else None
+        memory = KnownMemory.of(tensors, structure, buffers) if place.donate else None
     flat = buffers.flat
     if apart is not None and apart.tensors:
         tensors, flat, old = apart.among(index, tensors, flat, old)
@@ -154,7 +154,7 @@ def new_leaves(
         pieces=pieces,
         flat=flat,
         old=old,
-        known=known,
+        memory=memory,
     )
 
 

@@ -326,7 +326,7 @@ def _all_microbatches(step: Stations, parts: list[Any], batch: Any) -> list[Any]
         whole = list[Tensor]()
         for i, path in enumerate(paths):
             cut = [received[share, part][i] for part in range(size)]
-            is_shared = any(path == one or path.startswith(f"{one}.") for one in marked)
+            is_shared = any(path == prefix or path.startswith(f"{prefix}.") for prefix in marked)
             has_tokens = size > 1 and not is_shared and cut[0].dim() > 1 and max(x.shape[1] for x in cut) > 1
             whole.append(join(cut) if has_tokens else cut[0])
         taken = iter(whole)

@@ -157,8 +157,8 @@ class Live:
             self._drop(i)
         coming = sum(self.bytes[i] for i in self.coming)
         self._make_room(self.bytes[index] + coming, self.capacity if index == self.wanted else self.bound)
-        self.coming[index] = one = self._start(index)
-        self.order.departures.add(one)
+        self.coming[index] = arrival = self._start(index)
+        self.order.departures.add(arrival)
 
     def _start(self, index: int) -> Coming:
         """Begin to gather a bucket, from its second slices where there are some."""

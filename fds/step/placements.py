@@ -48,9 +48,9 @@ class SplitDim:
             start += part
         return tuple(ranges)
 
-    def whole(self, held: int, size: int) -> int:
+    def whole(self, piece: int, size: int) -> int:
         """Return the length of the dim, given that of a rank's piece."""
-        return sum(self.parts) if self.parts else held * size
+        return sum(self.parts) if self.parts else piece * size
 
 
 @attrs.frozen

@@ -199,13 +199,13 @@ class Pool:
     def _take(self, tensors: list[Tensor], kind: Hashable, make: Make) -> Set:
         """Return a set of which every buffer is free, new ones in the place of those that are not."""
         best: tuple[Set, list[bool]] | None = None
-        held: list[Set] = []
+        sets_in_use: list[Set] = []
         for set_ in self.sets:
             shared = set_.buffers.shared()
             if set_.kind == kind and (best is None or sum(shared) < sum(best[1])):
                 best = set_, shared
             if shared and all(shared):
-                held.append(set_)
+                sets_in_use.append(set_)
         if best is None or (tensors and all(best[1])):
             made = [make(i, x) for i, x in enumerate(tensors)]
             chosen = Set(kind, made, Buffers.of(made))
@@ -215,7 +215,7 @@ class Pool:
                 pairs = enumerate(zip(tensors, chosen.tensors, shared, strict=True))
                 made = [make(i, x) if is_shared else ours for i, (x, ours, is_shared) in pairs]
                 chosen = Set(kind, made, Buffers.of(made))
-        self.sets = [*held, chosen]
+        self.sets = [*sets_in_use, chosen]
         return chosen
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -94,12 +94,13 @@ class Step(Stations):
         """
         same_composition(self)
         same_batch(self, batch)
-        held = self.check(state)
-        if (plain := check.without_graph(state, held)) is not state:
-            state, held = plain, self.check(plain)
+        tensors = self.check(state)
+        if (plain := check.without_graph(state, tensors)) is not state:
+            state, tensors = plain, self.check(plain)
         try:
             compare = functools.partial(compare_with_one_rank, self)
-            return self.run(Program(self.work, self.check, self.new_leaves, self.runtime, compare), state, held, batch)
+            program = Program(self.work, self.check, self.new_leaves, self.runtime, compare)
+            return self.run(program, state, tensors, batch)
         except DiskError as error:
             explain(error, self, state)
             raise

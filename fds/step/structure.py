@@ -71,7 +71,7 @@ class Structure:
 
     names: tuple[str, ...]  # of the user's leaves, in order
     trained_names: tuple[str, ...]  # of those that are trained
-    held: tuple[str, ...]  # names of the parts
+    part_names: tuple[str, ...]  # of what a state holds, in order
     shapes: tuple[torch.Size, ...]  # of the parts
     trained: tuple[int, ...]  # indices of the parts that are trained
     build: Callable[[Sequence[Any]], Any]  # parts -> what `state.params` is
@@ -142,7 +142,7 @@ class Structure:
         made = cls(
             names=names,
             trained_names=tuple(leaf.name for leaf in live),
-            held=names,
+            part_names=names,
             shapes=tuple(torch.Size(leaf.shape) for leaf in leaves),
             trained=tuple(i for i, leaf in enumerate(leaves) if leaf.trained),
             build=build,
@@ -164,7 +164,7 @@ class Structure:
         made = cls(
             names=layout.names,
             trained_names=tuple(n for n in layout.names if n in trained),
-            held=tuple(b.name for b in buckets),
+            part_names=tuple(b.name for b in buckets),
             shapes=tuple(torch.Size((b.length,)) for b in buckets),
             trained=tuple(i for i, b in enumerate(buckets) if b.trained),
             build=lambda parts: Sharded(dict(zip((b.name for b in buckets), parts, strict=True)), layout),
@@ -182,7 +182,7 @@ class Structure:
     def _with_slots(self, flat: list[tuple[int, torch.dtype]]) -> Structure:
         """Return the same, knowing which slots the optimizer keeps."""
         params = [torch.empty(n, dtype=dtype, device="meta") for n, dtype in flat]
-        places = [(self.held[i], self.shapes[i]) for i in self.trained]
+        places = [(self.part_names[i], self.shapes[i]) for i in self.trained]
         for slot, parts in first_slots(self.optimizer, self.segments, params).items():
             has = tuple(x is not None for x in parts)
             present = [(*place, x) for place, x in zip(places, parts, strict=True) if x is not None]
@@ -203,7 +203,7 @@ class Structure:
         if all(leaf.bound == leaf.numel for leaf in self.leaves.values()):
             return self
         buckets = () if self.layout is None else self.layout.buckets
-        most = [b.bound for b in buckets] if self.sharded else [self.leaves[name].bound for name in self.held]
+        most = [b.bound for b in buckets] if self.sharded else [self.leaves[name].bound for name in self.part_names]
         return attrs.evolve(self, shapes=tuple(torch.Size((n,)) for n in most))
 
     @property
@@ -220,19 +220,19 @@ class Structure:
     def members(self) -> dict[int, list[int]]:
         """By bucket of trained leaves, which of them are in it, in its order."""
         members: dict[int, list[int]] = {}
-        for k, (i, _) in sorted(enumerate(self.places), key=lambda one: one[1]):
+        for k, (i, _) in sorted(enumerate(self.places), key=lambda pair: pair[1]):
             members.setdefault(i, []).append(k)
         return members
 
     @functools.cached_property
     def parts(self) -> dict[str, int]:
         """The index of every part, by its name."""
-        return {name: i for i, name in enumerate(self.held)}
+        return {name: i for i, name in enumerate(self.part_names)}
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
         """The key path of every part in `state.params`, and in trees like it."""
-        by_path = tree.paths(self.build(range(len(self.held))))
+        by_path = tree.paths(self.build(range(len(self.part_names))))
         return tuple(sorted(by_path, key=by_path.__getitem__))
 
     def like_parts(self, x: Any) -> list[Tensor]:
@@ -243,7 +243,7 @@ class Structure:
     def inside(self, part: int) -> tuple[str, ...]:
         """Return the names of the parameters in a part."""
         if not self.sharded:
-            return (self.held[part],)
+            return (self.part_names[part],)
         assert self.layout is not None
         return tuple(leaf.name for leaf in self.layout.buckets[part].leaves)
 
@@ -259,12 +259,12 @@ class Structure:
         live.
         """
         if not self.sharded:
-            at = {name: i for i, name in enumerate(self.held)}
+            at = {name: i for i, name in enumerate(self.part_names)}
             named = {name: settle(at[name], leaf) for name, leaf in leaves}
             return self.build([named[name] for name in self.names])
         assert self.layout is not None
         places = {s.name: (i, s) for i, b in enumerate(self.layout.buckets) for s in b.segments(index)}
-        parts: list[Any] = [None] * len(self.held)
+        parts: list[Any] = [None] * len(self.part_names)
         missing = [len(bucket.leaves) for bucket in self.layout.buckets]
         for name, leaf in leaves:
             i, s = places[name]

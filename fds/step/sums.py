@@ -56,9 +56,9 @@ class Wide:
         later = [i for i in self.waiting if self.sums[i] is not None]
         for i in first:
             self.sums[i] = torch.empty_like(self.waiting[i], dtype=self.dtype, memory_format=torch.contiguous_format)
-        for some, call in ((first, foreach.copy_), (later, foreach.add_)):
-            if some:
-                call([x for i in some if (x := self.sums[i]) is not None], [self.waiting[i] for i in some])
+        for indices, call in ((first, foreach.copy_), (later, foreach.add_)):
+            if indices:
+                call([x for i in indices if (x := self.sums[i]) is not None], [self.waiting[i] for i in indices])
         self.waiting.clear()
         self.num_bytes = 0
 
@@ -101,11 +101,11 @@ class InPlace:
         Raises `LossError` where other gradients were added since the last call, or before the first.
         """
         if self.left is not None:
-            held, versions = self._held()  # lists of other lengths have other versions
+            sums, versions = self._sums()  # lists of other lengths have other versions
             waits = self.wide is not None and self.wide.waiting
-            if waits or versions != self.versions or not all(map(operator.is_, held, self.left)):
+            if waits or versions != self.versions or not all(map(operator.is_, sums, self.left)):
                 raise backward_inside()
-            del held
+            del sums
         self.left = None  # a backward that fails leaves the gradients that have arrived
         self.landing_now = last and not in_parts
         backward(self.leaves)
@@ -115,7 +115,7 @@ class InPlace:
         if self.waiting:
             self.waiting = autodiff.own(self.waiting)
         if not last:
-            self.left, self.versions = self._held()
+            self.left, self.versions = self._sums()
 
     def _land(self, i: int, leaf: Tensor) -> None:
         """Let the sum of a leaf land, of which this was the last gradient."""
@@ -132,10 +132,10 @@ class InPlace:
         assert total is not None
         self.landed[i] = self.landing.land(i, autodiff.exclusive(total))
 
-    def _held(self) -> tuple[list[Tensor], list[int]]:
+    def _sums(self) -> tuple[list[Tensor], list[int]]:
         wide = () if self.wide is None else self.wide.sums.values()
-        held = [x for x in (*map(tree.grad_of, self.leaves), *wide) if x is not None]
-        return held, list(map(tree.version_of, held))
+        sums = [x for x in (*map(tree.grad_of, self.leaves), *wide) if x is not None]
+        return sums, list(map(tree.version_of, sums))
 
     def used(self) -> list[bool]:
         """Say of every leaf whether a gradient has come for it."""

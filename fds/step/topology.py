@@ -96,7 +96,7 @@ class Dimension:
                 "a placement contradicts the role of its axis",
                 where=f"station 'topology', {self!r}: {name}",
                 got=f"{lies}, where ranks {does}",
-                want=" or ".join([one.__name__ for one in kinds] + [f"Replicated({word!r})" for word in grads]),
+                want=" or ".join([type_.__name__ for type_ in kinds] + [f"Replicated({word!r})" for word in grads]),
                 hint="of other rows every rank has another gradient, which is a part of the sum"
                 if self.batches and isinstance(lies, Replicated)
                 else "",
@@ -128,7 +128,7 @@ class Dimensions:
         group: the ranks that make one update together: everyone but for those.
         peers: the ranks that pass other batches, of all these kinds.
         sequence: the ranks that pass parts of the same rows, None where rows are whole.
-        given: all dimensions, from which this follows.
+        source: all dimensions, from which this follows.
     """
 
     entries: tuple[Dimension, ...] = ()
@@ -138,12 +138,12 @@ class Dimensions:
     group: Axis | None = None
     peers: Axis | None = None
     sequence: Axis | None = None
-    given: tuple[Dimension, ...] = ()
+    source: tuple[Dimension, ...] = ()
 
     @classmethod
     def of(cls, dimensions: Sequence[Dimension]) -> Dimensions:
         """Put dimensions together. Raises `ComposeError` for axes of two meshes, or one in two roles."""
-        other = next((one.role for one in dimensions if one.role not in ROLES), None)
+        other = next((dimension.role for dimension in dimensions if dimension.role not in ROLES), None)
         if other is not None:
             raise ComposeError(
                 "there is no such role of an axis",
@@ -151,10 +151,12 @@ class Dimensions:
                 got=repr(other),
                 want=", ".join(map(repr, ROLES)),
             )
-        ordered = tuple(sorted(dimensions, key=lambda one: ROLES.index(one.role)))
-        sequence = _joined([one.axis for one in ordered if one.role == "sequence" and one.axis is not None])
-        entries = tuple(one for one in ordered if not _is_inside(one, ordered))
-        real = [(one.axis, one.role) for one in entries if one.axis is not None]
+        ordered = tuple(sorted(dimensions, key=lambda dimension: ROLES.index(dimension.role)))
+        sequence = _joined(
+            [dimension.axis for dimension in ordered if dimension.role == "sequence" and dimension.axis is not None]
+        )
+        entries = tuple(dimension for dimension in ordered if not _is_inside(dimension, ordered))
+        real = [(dimension.axis, dimension.role) for dimension in entries if dimension.axis is not None]
         everyone = _joined([axis for axis, _ in real])
         data, local = (_joined([axis for axis, role in real if role in want]) for want in (PASSING, ("local",)))
         if local is None:
@@ -353,7 +355,7 @@ class Dimensions:
             x = placement.cut(name, x)
         return x
 
-    def held(self, whole: Any) -> Any:
+    def part_of(self, whole: Any) -> Any:
         """Return the part of a tree of whole parameters that this rank holds."""
         if not self.differing:
             return whole
@@ -388,11 +390,11 @@ class Dimensions:
             layout == Replicated("sum") or (isinstance(layout, Owned) and len(layout.ranks) > 1) for layout in layouts
         )
 
-    def collect(self, held: Any) -> Any:
+    def collect(self, parts: Any) -> Any:
         """Return a tree of all whole parameters, or buffers, on every rank, given what each holds."""
         for _, placement in reversed(self.differing):
-            held = placement.collect(held)
-        return held
+            parts = placement.collect(parts)
+        return parts
 
 
 def _names(axis: Axis) -> list[str]:
@@ -400,19 +402,19 @@ def _names(axis: Axis) -> list[str]:
     return axis.name.split(",")
 
 
-def _is_inside(one: Dimension, entries: Sequence[Dimension]) -> bool:
+def _is_inside(dimension: Dimension, entries: Sequence[Dimension]) -> bool:
     """Say of a sequence's dimension whether its ranks are data ranks too, which sum gradients over all of them."""
-    if one.role != "sequence" or one.axis is None:
+    if dimension.role != "sequence" or dimension.axis is None:
         return False
     data = {name for other in entries if other.role == "data" and other.axis for name in _names(other.axis)}
-    return data.issuperset(_names(one.axis))
+    return data.issuperset(_names(dimension.axis))
 
 
-def _ranges_of(own: Sequence[Range], inside: Sequence[Range]) -> tuple[Range, ...]:
-    """Return what is `inside`, as ranges along the dim of which `own` are put together to that."""
+def _ranges_of(pieces: Sequence[Range], inside: Sequence[Range]) -> tuple[Range, ...]:
+    """Return what is `inside`, as ranges along the dim of which `pieces` are put together to that."""
     ranges: list[Range] = []
     at = 0
-    for first, n in own:
+    for first, n in pieces:
         for low, length in inside:
             start, end = max(low, at), min(low + length, at + n)
             if start < end:

@@ -36,7 +36,7 @@ class Setup:
     """What a call works with: what `calls` and the old state decide alone, before anything runs on the device."""
 
     state: State
-    held: StateTensors
+    tensors: StateTensors
     call: Call
     drafts: Drafts
     scale: Tensor | None  # of the loss, () float64; None is 1
@@ -44,7 +44,7 @@ class Setup:
     residency: Residency  # where leaves live; what fails there on one rank all ranks hear
 
     @classmethod
-    def of(cls, step: Stations, state: State, held: StateTensors) -> Setup:
+    def of(cls, step: Stations, state: State, tensors: StateTensors) -> Setup:
         """Return that of a call of a step, of a state that was checked."""
         assert step.optimizer is not None
         drafts = Drafts.of(step.following, state, step.condition)
@@ -56,7 +56,7 @@ class Setup:
             values = step.optimizer.values(state.step)
         step.runtime.pool.sweep()
         residency = deferred(step.place.residency, step.dimensions.everyone)
-        return cls(state, held, call, drafts, scale, values, residency)
+        return cls(state, tensors, call, drafts, scale, values, residency)
 
 
 @attrs.define(eq=False)
@@ -84,7 +84,7 @@ class Update:
 
     def run(self, local: LocalGradients, decision: Decision) -> None:
         """Map the gradients, and update parameters and optimizer state by them."""
-        step, call, structure = self.step, self.setup.call, self.setup.held.structure
+        step, call, structure = self.step, self.setup.call, self.setup.tensors.structure
         self.skip = decision.skip
         try:
             grads = self.ready(local.for_maps(decision, structure.segments, step.dimensions))
@@ -118,13 +118,14 @@ class Update:
 
     def open(self) -> NewLeaves:
         """Return memory for what the update writes."""
-        step, state, held = self.step, self.setup.state, self.setup.held
-        return new_leaves(step.place, step.lives(held.structure, state), step.runtime.pool, state, held, step.followers)
+        step, state, tensors = self.step, self.setup.state, self.setup.tensors
+        lives = step.lives(tensors.structure, state)
+        return new_leaves(step.place, lives, step.runtime.pool, state, tensors, step.followers)
 
     @in_range("optimizer")
     def write(self, leaves: NewLeaves, grads: Gradients) -> None:
         """Run the optimizer; from the first write on, a state that is given up is marked so."""
-        setup, structure, dimensions = self.setup, self.setup.held.structure, self.step.dimensions
+        setup, structure, dimensions = self.setup, self.setup.tensors.structure, self.step.dimensions
         optimizer, segments, n = structure.optimizer, structure.segments, len(leaves.trained)
         flat, flat_opt = leaves.flat[:n], structure.align(leaves.flat[n:])
         now: dict[str, Any] = {"step": setup.state.step, "grad_scale": grads.scale, "skip": self.skip}
@@ -143,7 +144,7 @@ class Update:
         slots |= leaves.after
         if step.synchronize is not None:  # before averages, which are of what ranks have agreed on
             leaves.synchronize(step.synchronize, skip=skip, call=setup.call)
-        params = setup.held.structure.put(setup.held.parts, leaves.trained)
+        params = setup.tensors.structure.put(setup.tensors.parts, leaves.trained)
         for i, rule in enumerate(step.followers):
             call = setup.call.after(slots).given_to(rule, "after", i, *step.dimensions.coordinates)
             with seeded(call, [rule]):

@@ -69,5 +69,5 @@ def with_pieces(segments: list[list[Segment]], optimizer: Optimizer, dimensions:
 
 def _known(segment: Segment, dimensions: Dimensions) -> Segment:
     lying = [placement for _, placement in dimensions.differing]
-    cuts = [one for one in lying if isinstance(one.lies(segment.name), SplitDim)]
+    cuts = [placement for placement in lying if isinstance(placement.lies(segment.name), SplitDim)]
     return attrs.evolve(segment, piece=Piece(segment.name, segment.shape, cuts)) if cuts else segment

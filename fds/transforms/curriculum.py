@@ -78,7 +78,7 @@ class Shortened:
         check_tree(batch)
         leaves, build = tree.flatten(batch)
         named = dict(zip(tree.paths(batch), leaves, strict=True))
-        stages = any(dimension.role == "stage" for dimension in call.dimensions.given)
+        stages = any(dimension.role == "stage" for dimension in call.dimensions.source)
         parts = stages and None in named.values()  # a rank of a pipeline has None for what it does not read
         cuts = _likely(named, parts) if self.dims is None else _named(named, self.dims)
         if not self.reshape:

@@ -91,23 +91,23 @@ def _different_batches(
     axis: Axis,
     shares: Sequence[tuple[Place, Place]],
     leaves: list[list[dict[str, str]]],
-    one: int,
+    first: int,
     other: int,
     part: int,
 ) -> BatchError:
     """Return the error for two ranks whose batches have these leaves: of every rank, by part and path."""
-    want, got = leaves[one][part], leaves[other][part]
+    want, got = leaves[first][part], leaves[other][part]
     paths = [path for path in {**want, **got} if want.get(path) != got.get(path)]
     path = paths[0] if paths else next(iter(got), "")
-    named = ["inputs", "targets"][part] if len(leaves[one]) > 1 else ""
-    cut = shares[one][1] != shares[other][1]
+    named = ["inputs", "targets"][part] if len(leaves[first]) > 1 else ""
+    cut = shares[first][1] != shares[other][1]
     return BatchError(
         "ranks along a sequence axis were given parts of different shapes"
         if cut
         else "ranks that compute one loss together were given different batches",
         where=f"{place('.'.join(filter(None, (named, path))))}, rank {axis.ranks[other]}",
         got=f"{got.get(path, 'nothing')}{'' if paths else ' with other values'}",
-        want=f"{want.get(path, 'nothing')}, as on rank {axis.ranks[one]}",
+        want=f"{want.get(path, 'nothing')}, as on rank {axis.ranks[first]}",
         hint="ranks along a sequence axis pass equal parts of the same rows: pad what does not divide into them"
         if cut
         else "take rows by the coordinate on the data axis, not by the global rank",
@@ -221,11 +221,11 @@ def _writes(code: types.CodeType) -> tuple[bool, frozenset[str]]:
 _FILLABLE: Any = (dict, list, set)
 
 
-def _may_differ(held: Any, filled: bool) -> bool:
+def _may_differ(container: Any, filled: bool) -> bool:
     """Say whether ranks may hold other things in a container that a function captures."""
-    if not isinstance(held, _FILLABLE):
+    if not isinstance(container, _FILLABLE):
         return False
-    values: Iterable[Any] = held.values() if tree.is_dict(held) else held
+    values: Iterable[Any] = container.values() if tree.is_dict(container) else container
     kinds = str | numbers.Number | types.FunctionType
     return filled or not all(x is None or isinstance(x, kinds) or attrs.has(tree.class_of(x)) for x in values)
 

@@ -31,37 +31,37 @@ _MERGED = {
 }
 
 
-def sent(found: Any, transport: Transport, leg: str) -> Work:
+def sent(work: Any, transport: Transport, leg: str) -> Work:
     """Return what a leg of a transport returned. Raises `ComposeError` for nothing to wait for."""
-    if not hasattr(found, "wait"):
+    if not hasattr(work, "wait"):
         want = f"{leg}(axis, ...) -> Work: what a started collective returns, or an fds.step.Pending(work, then)"
-        raise _broken("gather" if leg == "gather" else "reduce", transport, in_words(found), want)
-    return found
+        raise _broken("gather" if leg == "gather" else "reduce", transport, in_words(work), want)
+    return work
 
 
-def batch(found: Any, given: Any, one: Any) -> Any:
+def batch(new: Any, old: Any, map_: Any) -> Any:
     """Return what a batch map returned. Raises `ComposeError` for nothing, unless it was given nothing."""
-    if found is None and given is not None:
-        raise _broken("batch", one, "None", "the batch")
-    return found
+    if new is None and old is not None:
+        raise _broken("batch", map_, "None", "the batch")
+    return new
 
 
-def written_rows(one: Any, where: str) -> ComposeError:
+def written_rows(map_: Any, where: str) -> ComposeError:
     """Return the error of a batch map that writes into the rows that it is given."""
     return ComposeError(
         "what fills a station writes over the batch that it is given",
-        where=f"station 'batch', {_called(one)}",
+        where=f"station 'batch', {_called(map_)}",
         got=f"an in-place operation on {where}",
         want="(batch, call) -> batch, a new one where it differs",
         hint="look for methods that end in _; what was written stays",
     )
 
 
-def viewed(found: Any, view: Any) -> Tensor:
+def viewed(x: Any, view: Any) -> Tensor:
     """Return what a view returned. Raises `ComposeError` for anything but a tensor."""
-    if not isinstance(found, Tensor):
-        raise _broken("view", view, in_words(found), "a tensor in the place of the parameter")
-    return found
+    if not isinstance(x, Tensor):
+        raise _broken("view", view, in_words(x), "a tensor in the place of the parameter")
+    return x
 
 
 def read_by_view(leaves: Mapping[str, Tensor], other: str, name: str) -> Tensor:
@@ -77,27 +77,27 @@ def read_by_view(leaves: Mapping[str, Tensor], other: str, name: str) -> Tensor:
     return leaves[other]
 
 
-def first_slot(found: Any, name: str, make: Any) -> Any:
+def first_slot(slot: Any, name: str, make: Any) -> Any:
     """Return a slot as a filler made it. Raises `ComposeError` for anything but a tree of tensors."""
-    for path, x in tree.paths(found).items():
+    for path, x in tree.paths(slot).items():
         if not isinstance(x, Tensor):
             at = ".".join(filter(None, (name, path)))
             raise _broken("memory", make, f"{at}: {in_words(x)}", "a tree of tensors, which a state can hold")
-    return found
+    return slot
 
 
-def named_slot(found: Any, name: str, make: Any, among: Iterable[str] | None = None) -> None:
+def named_slot(slot: Any, name: str, make: Any, among: Iterable[str] | None = None) -> None:
     """Raise `ComposeError` for a slot that is anything but a dict of tensors by strings, or by those `among` some."""
-    if not (tree.is_dict(found) and all(isinstance(k, str) and isinstance(x, Tensor) for k, x in found.items())):
-        raise _broken("memory", make, f"{name}: {in_words(found)}", "a dict: name -> tensor")
-    other = next((k for k in found if among is not None and k not in among), None)
+    if not (tree.is_dict(slot) and all(isinstance(k, str) and isinstance(x, Tensor) for k, x in slot.items())):
+        raise _broken("memory", make, f"{name}: {in_words(slot)}", "a dict: name -> tensor")
+    other = next((k for k in slot if among is not None and k not in among), None)
     if other is not None:
         raise _broken("memory", make, f"{name}.{other}", "a dict: name of a trained parameter -> tensor")
 
 
-def merged_slot(found: Any, name: str, make: Any, device: torch.device) -> None:
+def merged_slot(slot: Any, name: str, make: Any, device: torch.device) -> None:
     """Raise `ComposeError` for a slot of which entries cannot be merged with what is noted on a device."""
-    for path, x in tree.paths(found).items():
+    for path, x in tree.paths(slot).items():
         elsewhere = x.device.type != device.type != "meta"
         if x.dtype not in _MERGED or elsewhere:
             at, want = ".".join(filter(None, (name, path))), f"floating or signed integer numbers on {device}"
@@ -108,46 +108,41 @@ def reported(scale: Any, slots: dict[str, Any], device: torch.device) -> dict[st
     """Return what a scale, where there is one, reports. Raises `ComposeError` for anything but a dict of tensors."""
     if scale is None:
         return {}
-    found = scale.metrics(slots, device)
-    if not (tree.is_dict(found) and all(isinstance(x, Tensor) for x in found.values())):
-        raise _broken("scale", scale, in_words(found), "metrics(slots, device): a dict of 0-d tensors")
-    return found
+    metrics = scale.metrics(slots, device)
+    if not (tree.is_dict(metrics) and all(isinstance(x, Tensor) for x in metrics.values())):
+        raise _broken("scale", scale, in_words(metrics), "metrics(slots, device): a dict of 0-d tensors")
+    return metrics
 
 
-def gradients(found: Any, known: Gradients, one: Any) -> Gradients:
+def gradients(new: Any, old: Gradients, map_: Any) -> Gradients:
     """Return what a gradient map returned, knowing where it lies. Raises `ComposeError` for other leaves."""
-    if not isinstance(found, Gradients):
-        raise _broken("condition", one, in_words(found), "Gradients(leaves, scale), of as many leaves as it was given")
-    for name, x in (("scale", found.scale), ("norm", found.norm)):
+    if not isinstance(new, Gradients):
+        raise _broken("condition", map_, in_words(new), "Gradients(leaves, scale), of as many leaves as it was given")
+    for name, x in (("scale", new.scale), ("norm", new.norm)):
         if not (x is None or (is_a(x, Tensor) and x.dim() == 0 and x.is_floating_point())):
             raise _broken(
                 "condition",
-                one,
+                map_,
                 f"{name}: {in_words(x)}",
                 f"{name}: None or a floating-point () tensor, as `grads.{name}` is",
             )
-    if found.leaves is not known.leaves:
-        leaves = _alike("condition", one, found.leaves, known.leaves)
-        found = attrs.evolve(found, leaves=[x.contiguous() for x in leaves])
+    if new.leaves is not old.leaves:
+        leaves = _alike("condition", map_, new.leaves, old.leaves)
+        new = attrs.evolve(new, leaves=[x.contiguous() for x in leaves])
     return attrs.evolve(
-        found,
-        segments=known.segments,
-        axes=known.axes,
-        norm_of=known.norm_of,
-        counted=known.counted,
-        landing=known.landing,
+        new, segments=old.segments, axes=old.axes, norm_of=old.norm_of, counted=old.counted, landing=old.landing
     )
 
 
-def remembered(found: Any, given: Any, one: Any, station: str = "after") -> Any:
+def remembered(slot: Any, old: Any, filler: Any, station: str = "after") -> Any:
     """Return a slot as a filler of `after`, or a memory, returned it. Raises `ComposeError` for another structure."""
-    if found is given:
-        return found
-    (new, spec), (old, old_spec) = tree.parts(found), tree.parts(given)
+    if slot is old:
+        return slot
+    (leaves, spec), (old_leaves, old_spec) = tree.parts(slot), tree.parts(old)
     if spec != old_spec:
-        raise _broken(station, one, in_words(found), f"the slot {one.slot!r}, of the structure that it has")
-    _alike(station, one, new, old, dtypes=True)
-    return found
+        raise _broken(station, filler, in_words(slot), f"the slot {filler.slot!r}, of the structure that it has")
+    _alike(station, filler, leaves, old_leaves, dtypes=True)
+    return slot
 
 
 def overwritten(memory: Any) -> ComposeError:
@@ -194,73 +189,73 @@ def unnoted(where: str) -> ComposeError:
     )
 
 
-def keyless(one: Any) -> ComposeError:
+def keyless(filler: Any) -> ComposeError:
     """Return the error of a filler that says that it draws nothing and asks for a random key."""
     return ComposeError(
         "a filler that says that it draws nothing asks for a random key",
-        where=written(one)[:120],
+        where=written(filler)[:120],
         got="draws = False, and call.key",
         want="one of the two",
         hint="what draws is drawn alike for tied parameters, so it leaves `draws` out",
     )
 
 
-def microbatches(found: Any, split: Any) -> list[Any]:
+def microbatches(parts: Any, split: Any) -> list[Any]:
     """Return what a split returned. Raises `ComposeError` for anything but a list of some."""
-    if not (tree.is_sequence(found) and found):
-        raise _broken("split", split, in_words(found), "a list of microbatches, one or more")
-    return list(found)
+    if not (tree.is_sequence(parts) and parts):
+        raise _broken("split", split, in_words(parts), "a list of microbatches, one or more")
+    return list(parts)
 
 
-def context(found: Any, make: Any, station: str = "context") -> AbstractContextManager[object]:
+def context(manager: Any, make: Any, station: str = "context") -> AbstractContextManager[object]:
     """Return the context that a filler made. Raises `ComposeError` where it is none."""
-    if not has(type(found), "__enter__", "__exit__"):
-        raise _broken(station, make, in_words(found), "a context manager")
-    return found
+    if not has(type(manager), "__enter__", "__exit__"):
+        raise _broken(station, make, in_words(manager), "a context manager")
+    return manager
 
 
-def scalar(found: Any, scale: Any) -> Tensor:
+def scalar(factor: Any, scale: Any) -> Tensor:
     """Return the scale that a filler returned. Raises `ComposeError` for anything but a floating 0-d tensor."""
-    if not (isinstance(found, Tensor) and found.dim() == 0 and found.is_floating_point()):
-        raise _broken("scale", scale, in_words(found), "a 0-d float64 tensor on the device")
-    return found
+    if not (isinstance(factor, Tensor) and factor.dim() == 0 and factor.is_floating_point()):
+        raise _broken("scale", scale, in_words(factor), "a 0-d float64 tensor on the device")
+    return factor
 
 
-def _alike(station: str, one: Any, found: Any, given: Sequence[Tensor], *, dtypes: bool = False) -> list[Tensor]:
+def _alike(station: str, filler: Any, leaves: Any, likes: Sequence[Tensor], *, dtypes: bool = False) -> list[Tensor]:
     def what(x: object) -> object:
         return (x.shape, x.device, x.dtype if dtypes else None) if isinstance(x, Tensor) else type(x)
 
-    if not (tree.is_sequence(found) and list(map(what, found)) == list(map(what, given))):
-        raise _broken(station, one, in_words(found), in_words(given))
-    return list(found)
+    if not (tree.is_sequence(leaves) and list(map(what, leaves)) == list(map(what, likes))):
+        raise _broken(station, filler, in_words(leaves), in_words(likes))
+    return list(leaves)
 
 
-def _broken(station: str, one: Any, got: str, want: str) -> ComposeError:
+def _broken(station: str, filler: Any, got: str, want: str) -> ComposeError:
     return ComposeError(
         "what fills a station did not return what it must",
-        where=f"station {station!r}, {_called(one)}",
+        where=f"station {station!r}, {_called(filler)}",
         got=got[:200],
         want=want[:200],
     )
 
 
-def _called(one: Any) -> str:
+def _called(filler: Any) -> str:
     """Return how to call a filler in a message."""
-    text = repr(one)
-    return getattr(one, "__name__", None) or (type(one).__name__ if text.startswith("<") else text[:60])
+    text = repr(filler)
+    return getattr(filler, "__name__", None) or (type(filler).__name__ if text.startswith("<") else text[:60])
 
 
 def tie(
     share: Callable[[str, Tensor], None],
-    one: Any,
+    filler: Any,
     leaves: Sequence[Tensor | None],
     segments: Sequence[Sequence[Segment]],
 ) -> None:
-    """Make the leaves of tied parameters equal again on all their ranks, where the filler `one` may draw.
+    """Make the leaves of tied parameters equal again on all their ranks, where the `filler` may draw.
 
     `share(name, leaf)` gives a leaf the values that it has on the first rank that holds the parameter.
     """
-    if random.draws(one):
+    if random.draws(filler):
         for leaf, inside in zip(leaves, segments, strict=True):
             if leaf is not None and inside:
                 share(inside[0].name, leaf)

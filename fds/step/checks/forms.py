@@ -36,7 +36,7 @@ def takes(number: int) -> Callable[[Any], bool]:
     return good
 
 
-def given(*names: str) -> Callable[[Any], bool]:
+def binds(*names: str) -> Callable[[Any], bool]:
     """Return a function that says whether its argument can be called with these arguments, by position.
 
     A parameter with a default is meant for something else, which would be replaced, unless it has the argument's name.
@@ -100,7 +100,7 @@ def looks_at_shapes(view: object) -> bool:
 def _is_view(x: Any) -> bool:
     names = ("x", "leaf", "call", *(["read"] if is_reading(x) else ()))
     methods = (("encode", 2), ("reads", 1), ("check", 1))
-    return given(*names)(x) and all(not hasattr(x, name) or takes(n)(getattr(x, name)) for name, n in methods)
+    return binds(*names)(x) and all(not hasattr(x, name) or takes(n)(getattr(x, name)) for name, n in methods)
 
 
 def is_around(context: object) -> bool:
@@ -116,8 +116,8 @@ def writes_params(after: object) -> bool:
 _EXECUTES = ("agreement", "reads", "draws", "dtypes", "pieces", "messages", "train", "agree", "evaluate")
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "topology": (lambda x: isinstance(x, Dimension), "fds.step.Dimension(axis, role, placement)"),
-    "batch": (given("batch", "call"), "a function (batch, call) -> batch"),
-    "split": (given("batch"), "a function (batch) -> list of microbatches"),
+    "batch": (binds("batch", "call"), "a function (batch, call) -> batch"),
+    "split": (binds("batch"), "a function (batch) -> list of microbatches"),
     "frozen": (lambda x: isinstance(x, str | AllBut), "a pattern of parameter names, or AllBut"),
     "view": (
         _is_view,
@@ -125,29 +125,29 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "reads(leaf), names of other parameters, it is (x, leaf, call, read)",
     ),
     "context": (
-        lambda x: takes(2)(x.around_layer) if is_around(x) else given("call")(x),
+        lambda x: takes(2)(x.around_layer) if is_around(x) else binds("call")(x),
         "a function (call) -> context manager, or an object with around_layer(number of the layer, what it is given)",
     ),
     "kernels": (takes(0), "a function () -> context manager"),
-    "modules": (given("module", "root"), "a function (copy of a module, its root) -> None, which changes it in place"),
-    "layer": (given("calls", "call"), "a function (list of LayerCalls, call) -> list of LayerCalls"),
+    "modules": (binds("module", "root"), "a function (copy of a module, its root) -> None, which changes it in place"),
+    "layer": (binds("calls", "call"), "a function (list of LayerCalls, call) -> list of LayerCalls"),
     "scale": (lambda x: has(x, "scale", "metrics"), "an object with scale(slots, device) and metrics(slots, device)"),
     "measure": (lambda x: isinstance(x, Measure), "fds.step.Measure(norm=True)"),
-    "condition": (given("gradients", "call"), "a function (Gradients, call) -> Gradients"),
+    "condition": (binds("gradients", "call"), "a function (Gradients, call) -> Gradients"),
     "execute": (lambda x: hasattr(x, "together") and has(x, *_EXECUTES), "an executor, as `fds.step.InTurn` is one"),
     "optimizer": (lambda x: isinstance(x, Optimizer), "an fds.Optimizer"),
     "after": (
         lambda x: (
             callable(x) and has(x, "init", "owns", "agrees", "bytes_sent", "messages")
             if writes_params(x)
-            else given("slot", "params", "skip", "call")(x) and isinstance(getattr(x, "slot", None), str)
+            else binds("slot", "params", "skip", "call")(x) and isinstance(getattr(x, "slot", None), str)
         ),
         "a function (slot, params, skip, call) -> slot whose attribute `slot` is the slot's name; or an object, "
         'whose `writes` is "params", (structure, params, opt, skip, call), with init, owns, agrees, bytes_sent and '
         "messages",
     ),
     "run": (
-        lambda x: given("program", "state", "held", "batch")(x) and has(x, "refuse"),
+        lambda x: binds("program", "state", "held", "batch")(x) and has(x, "refuse"),
         "an object, (program, state, held, batch) -> (state, metrics), as program.work is, with refuse(step)",
     ),
     "memory": (
@@ -169,9 +169,9 @@ _LEGS = {
 }
 
 
-def form(station: str, value: Any, held: object) -> None:
+def form(station: str, value: Any, current: object) -> None:
     """Raise `ComposeError` for what cannot fill a station; a record, such as is held where nobody fills it, can."""
-    kind = type(held)
+    kind = type(current)
     is_record: Callable[[Any], bool] = lambda x: isinstance(x, kind) or not attrs.has(kind)
     good, want = FORMS.get(station, (is_record, f"a dict of the fields that it sets, or a {kind.__name__}"))
     if not good(value):
@@ -218,11 +218,11 @@ def field(station: str, name: str, value: Any) -> None:
             )
         _check_methods(where, value, _LEGS)
         for field, kind in (("keeps", bool), ("bound", (int, float))):
-            if not isinstance(found := getattr(value, field), kind):
+            if not isinstance(option := getattr(value, field), kind):
                 raise ComposeError(
                     "this cannot fill the station",
                     where=where,
-                    got=f"{field}: {found!r}"[:120],
+                    got=f"{field}: {option!r}"[:120],
                     want="keeps: bool" if field == "keeps" else "bound: float",
                 )
 

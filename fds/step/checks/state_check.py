@@ -125,9 +125,9 @@ def same_composition(state: State, slots: Iterable[str], opt: Mapping[str, Slot]
             )
 
 
-def without_graph(state: State, held: StateTensors) -> State:
+def without_graph(state: State, tensors: StateTensors) -> State:
     """Return a state of which no tensor requires grad or was made in inference mode."""
-    leaves = [*held.parts, *held.opt, *tree.leaves(state.buffers), *tree.leaves(state.slots), state.key]
+    leaves = [*tensors.parts, *tensors.opt, *tree.leaves(state.buffers), *tree.leaves(state.slots), state.key]
     if not any(map(tree.requires_grad_of, leaves)) and not any(map(Tensor.is_inference, leaves)):
         return state
     names = ("params", "opt", "buffers", "slots", "key")
@@ -179,8 +179,8 @@ def kinds(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     try:
         return tuple(map(tree.shape_of, leaves)), tuple(map(tree.dtype_of, leaves))
     except TypeError:
-        found = [_kind(x) for x in leaves]
-        return tuple(shape for shape, _ in found), tuple(dtype for _, dtype in found)
+        pairs = [_kind(x) for x in leaves]
+        return tuple(shape for shape, _ in pairs), tuple(dtype for _, dtype in pairs)
 
 
 def _kind(x: Any) -> tuple[torch.Size | None, torch.dtype | None]:
@@ -208,26 +208,26 @@ def _check_kind(
 
 
 @contextlib.contextmanager
-def intact(looked: dict[str, list[str]], at: str, *, by: str = "the loss", **held: Any) -> Generator[None]:
+def intact(looked: dict[str, list[str]], at: str, *, by: str = "the loss", **trees: Any) -> Generator[None]:
     """Raise `LossError` where what runs inside writes into the tensors of these trees.
 
     Writing through `.data` does not change the version of a tensor, so values are compared the first time that this
     runs `at` a place, which is then recorded in `looked`.
     """
-    given = [x for tree_ in held.values() for x in tree.leaves(tree_)]
+    leaves = [x for tree_ in trees.values() for x in tree.leaves(tree_)]
     try:
-        versions = list(map(tree.version_of, given))
+        versions = list(map(tree.version_of, leaves))
     except (TypeError, RuntimeError):  # not a tensor, or an inference tensor, which has no version counter
-        given = [x for x in given if isinstance(x, Tensor) and not x.is_inference()]
-        versions = list(map(tree.version_of, given))
-    plain = [] if at in looked else [x for x in given if type(x) in _PLAIN and _has_values(x)]
+        leaves = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
+        versions = list(map(tree.version_of, leaves))
+    plain = [] if at in looked else [x for x in leaves if type(x) in _PLAIN and _has_values(x)]
     values = _values(plain) if plain else []
     yield
     changed = {id(x) for x, old, new in zip(plain, values, _values(plain), strict=True) if old != new} if plain else ()
     looked.setdefault(at, [])
-    if changed or list(map(tree.version_of, given)) != versions:
-        changed = {*changed} | {id(x) for x, version in zip(given, versions, strict=True) if x._version != version}
-        where = ", ".join(path for path, x in tree.paths(held).items() if id(x) in changed)
+    if changed or list(map(tree.version_of, leaves)) != versions:
+        changed = {*changed} | {id(x) for x, version in zip(leaves, versions, strict=True) if x._version != version}
+        where = ", ".join(path for path, x in tree.paths(trees).items() if id(x) in changed)
         raise LossError(
             f"{by} writes over what it is given",
             where=where,

@@ -58,7 +58,7 @@ class StateMemory:
     build: Callable[[list[Tensor]], dict[str, Any]]  # leaves -> the parts of a state
     leaves: list[Tensor]
     step: Tensor  # () int64
-    known: KnownMemory
+    memory: KnownMemory
     owner: weakref.ref[State] | None = None  # the state that a call returned last
     token: Token | None = None  # of that state
     version: int = 0  # of its `step`: whether somebody wrote there
@@ -66,9 +66,9 @@ class StateMemory:
     @classmethod
     def of(cls, state: State, structure: Structure) -> StateMemory:
         """Take over the memory of a state, each of whose leaves is in one more list; others' are copied."""
-        leaves, known = _writable(state, structure, lists=2)
+        leaves, memory = _writable(state, structure, lists=2)
         rest = tree.structure((state.buffers, state.slots))
-        return cls(structure, rest, builder(state, structure), leaves, state.step.clone(), known)
+        return cls(structure, rest, builder(state, structure), leaves, state.step.clone(), memory)
 
     def takes(self, state: State, structure: Structure) -> bool:
         """Say whether a state is in this memory and nobody else holds it, or can be: then copy it there.
@@ -79,7 +79,7 @@ class StateMemory:
             return False
         leaves = leaves_of(state, structure)
         if all(map(operator.is_, leaves, self.leaves)):
-            state.token.memory = self.known
+            state.token.memory = self.memory
             writable_leaves, _ = _writable(state, structure, lists=4)
             if not all(map(operator.is_, writable_leaves, self.leaves)):
                 return False
@@ -98,7 +98,7 @@ class StateMemory:
 
     def is_free(self) -> bool:
         """Say whether nobody reads this memory any more: no state, no save, nothing else."""
-        if self.token is None or self.token.readers or any(self.known.buffers.shared()):
+        if self.token is None or self.token.readers or any(self.memory.buffers.shared()):
             return False
         return list(map(sys.getrefcount, self.leaves)).count(_ALONE) == len(self.leaves)
 
@@ -117,7 +117,7 @@ class StateMemory:
 
     def returned(self, old: State, step: Tensor) -> State:
         """Return the state after a call, given a copy of its `step`; it has the memory from here on."""
-        token = Token.after(old, self.known)
+        token = Token.after(old, self.memory)
         new = State(step, old.calls + 1, key=old.key, token=token, **self.build(self.leaves))
         self.owner, self.token, self.version = weakref.ref(new), token, step._version
         old.token.became = True

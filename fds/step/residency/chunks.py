@@ -156,23 +156,23 @@ def is_separate(optimizer: Optimizer) -> bool:
     return optimizer.separate and not optimizer.draws
 
 
-def may_leave(structure: Structure, communicates: bool, some: list[int]) -> list[bool]:
-    """Say of every slice whether it is one of `some` and may be updated on another device than the step runs on.
+def may_leave(structure: Structure, communicates: bool, indices: list[int]) -> list[bool]:
+    """Say of every slice whether it is one of `indices` and may be updated on another device than the step runs on.
 
     Generators, and other ranks, are those of the device; slices that are not separate are updated in one place.
     """
     names = [inside[0].name if inside else "" for inside in structure.segments]
     optimizer = structure.optimizer
-    if optimizer.draws or not (optimizer.separate or len(some) == len(names)):
+    if optimizer.draws or not (optimizer.separate or len(indices) == len(names)):
         return [False] * len(names)
     alone = [not communicates or bool(name and optimizer.is_elementwise(name)) for name in names]
-    return [i in some and may for i, may in enumerate(alone)]
+    return [i in indices and may for i, may in enumerate(alone)]
 
 
 def with_frozen(structure: Structure, chunks: Sequence[list[Piece]]) -> list[list[Piece]]:
     """Return chunks of all parts of the parameters, by their indices: those of an update, then the frozen parts."""
     with_all = [[attrs.evolve(x, index=structure.trained[x.index]) for x in chunk] for chunk in chunks]
-    for i in sorted(set(range(len(structure.held))) - set(structure.trained)):
+    for i in sorted(set(range(len(structure.part_names))) - set(structure.trained)):
         n = structure.shapes[i].numel()
         ends = [(start, min(start + AT_ONCE, n)) for start in range(0, max(n, 1), AT_ONCE)]
         with_all += [[Piece(i, start, end, len(ends) == 1, [])] for start, end in ends]
@@ -207,7 +207,7 @@ def first_opt(
 
 
 def _fill(
-    found: dict[str, list[Tensor | None]],
+    opt: dict[str, list[Tensor | None]],
     residency: Residency,
     structure: Structure,
     chunk: list[Piece],
@@ -225,12 +225,12 @@ def _fill(
             if x is None:
                 continue
             if piece.whole:
-                found[slot][piece.index] = settled(residency, x, leaf)
+                opt[slot][piece.index] = settled(residency, x, leaf)
                 continue
-            memory = found[slot][piece.index]
+            memory = opt[slot][piece.index]
             if memory is None:
                 like = torch.empty(flat[piece.index].shape, dtype=x.dtype, device="meta")
-                memory = found[slot][piece.index] = made(residency, like, leaf, device)
+                memory = opt[slot][piece.index] = made(residency, like, leaf, device)
             put(residency, x, piece.cut(memory), is_held(residency, leaf, x.numel()))
 
 
@@ -240,27 +240,27 @@ def blank_opt(
     """Return the optimizer's slots for values that are to be written, where they live; padding is as in `first_opt`."""
     if "opt" not in residency.kinds or any(x.is_meta for x in flat) or not is_separate(structure.optimizer):
         return first_opt(residency, structure, flat, device)
-    found: dict[str, list[Tensor | None]] = {slot: [None] * len(flat) for slot in structure.opt}
+    opt: dict[str, list[Tensor | None]] = {slot: [None] * len(flat) for slot in structure.opt}
     for slot, want in structure.opt.items():
         dtypes = iter(want.dtypes)
         for i, has in enumerate(want.has):
             if has:
                 x = torch.empty(flat[i].shape, dtype=next(dtypes), device="meta")
                 leaf = resident(structure, "opt", structure.trained[i])
-                found[slot][i] = made(residency, x, leaf, device)
+                opt[slot][i] = made(residency, x, leaf, device)
     for i, (inside, x) in enumerate(zip(structure.segments, flat, strict=True)):
         if gaps := gaps_of(inside, x.numel()):
             without = [attrs.evolve(s, offset=0, start=0, length=0) for s in inside]
             padding = first_slots(structure.optimizer, [without], [torch.cat([x[at:end] for at, end in gaps])])
             for slot, (values,) in padding.items():
-                leaf = found[slot][i]
+                leaf = opt[slot][i]
                 if leaf is not None and values is not None:
                     pieces = values.split_with_sizes([end - at for at, end in gaps])
                     home = resident(structure, "opt", structure.trained[i])
                     is_elsewhere = is_held(residency, home, leaf.numel())
                     for (at, end), piece in zip(gaps, pieces, strict=True):
                         put(residency, piece, leaf[at:end], is_elsewhere)
-    return found
+    return opt
 
 
 def padded(residency: Residency, structure: Structure, x: Tensor, leaf: Resident, index: int) -> Tensor:

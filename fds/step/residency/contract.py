@@ -175,9 +175,9 @@ def made(residency: Residency, x: Tensor, leaf: Resident | None, device: torch.d
     return memory.detach()
 
 
-def check_apart(residency: Residency, made: Iterable[Tensor], held: Iterable[Tensor] = ()) -> None:
-    """Raise `ComposeError` where memory that a residency made is that of another leaf, one that it made or `held`."""
-    both = [(x, True) for x in made] + [(x, False) for x in held]
+def check_apart(residency: Residency, made: Iterable[Tensor], others: Iterable[Tensor] = ()) -> None:
+    """Raise `ComposeError` where memory that a residency made is another leaf's: one that it made or of `others`."""
+    both = [(x, True) for x in made] + [(x, False) for x in others]
     places = [(str(x.device), x.data_ptr(), x.nbytes, is_made) for x, is_made in both if x.numel() and not x.is_meta]
     ends: dict[tuple[str, bool], int] = {}
     for device, start, size, is_made in sorted(places):
@@ -197,24 +197,24 @@ def text_of(residency: Residency) -> str:
     return type(residency).__name__ if text.startswith("<") else text
 
 
-def waiting(residency: Residency, method: str, found: Any) -> Callable[[], Any]:
+def waiting(residency: Residency, method: str, wait: Any) -> Callable[[], Any]:
     """Return what `read` or `write` returned. Raises `ComposeError` for anything but a function that waits."""
-    if not callable(found):
-        raise broken(residency, method, in_words(found), "a function () that waits until it is done")
-    return in_range("offload")(found)
+    if not callable(wait):
+        raise broken(residency, method, in_words(wait), "a function () that waits until it is done")
+    return in_range("offload")(wait)
 
 
-def read_back(residency: Residency, found: Any, old: list[Tensor], device: torch.device) -> list[Tensor]:
+def read_back(residency: Residency, copies: Any, old: list[Tensor], device: torch.device) -> list[Tensor]:
     """Return what a residency read. Raises `ComposeError` for anything but copies on the device."""
 
     def is_like(x: object, y: Tensor) -> bool:
         return isinstance(x, Tensor) and (x.shape, x.dtype, x.device) == (y.shape, y.dtype, device)
 
-    if not (tree.is_sequence(found) and len(found) == len(old) and all(map(is_like, found, old))):
-        raise broken(residency, "read", in_words(found), f"{in_words(old)}, copied to {device}")
-    if any(x.data_ptr() == y.data_ptr() for x, y in zip(found, old, strict=True)):
+    if not (tree.is_sequence(copies) and len(copies) == len(old) and all(map(is_like, copies, old))):
+        raise broken(residency, "read", in_words(copies), f"{in_words(old)}, copied to {device}")
+    if any(x.data_ptr() == y.data_ptr() for x, y in zip(copies, old, strict=True)):
         raise broken(residency, "read", "memory of the old state", "copies, which the update may write over")
-    return list(found)
+    return list(copies)
 
 
 def broken(residency: Residency, method: str, got: str, want: str) -> ComposeError:

@@ -47,12 +47,12 @@ class Early(InChunks):
     visit: Visit | None = None
 
     def __attrs_post_init__(self) -> None:
-        self.step.chunks(self.setup.held.structure)  # on which all ranks agree
+        self.step.chunks(self.setup.tensors.structure)  # on which all ranks agree
         with put_off(self.setup.residency):
             self.apart = self._leaves_apart()
         self.expects, self.tells = (self.expect,), self.tell
 
-    def expect(self, every: Totals, mine: Totals, predivide: float) -> None:
+    def expect(self, global_totals: Totals, mine: Totals, predivide: float) -> None:
         """Take for granted what the totals of all ranks lead to, and begin visits; `mine` are this rank's."""
         assert self.store is not None
         step, setup, wide = self.step, self.setup, self.store.wide
@@ -60,7 +60,7 @@ class Early(InChunks):
             return
         norm = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=setup.call.device)
         decides = step.skips or guesses(mine)
-        decision = Decision.of(every, norm, setup.scale, predivide, setup.call.device, decides=decides)
+        decision = Decision.of(global_totals, norm, setup.scale, predivide, setup.call.device, decides=decides)
         silent = attrs.evolve(setup, call=setup.call.keeping())
         scale = Update(step, silent).mapped(Gradients([], decision.scale, decision.norm)).scale
         self.granted = Granted(scale, decision.skip)
@@ -121,17 +121,17 @@ class Early(InChunks):
 
     def _leaves_apart(self) -> Apart:
         """Return memory for the leaves that are updated ahead: the pool's, with anything in it."""
-        lives, held = self.lives, self.setup.held
-        leaves = [*held.structure.pick(held.parts), *held.opt]
+        lives, structure = self.lives, self.setup.tensors.structure
+        leaves = [*structure.pick(self.setup.tensors.parts), *self.setup.tensors.opt]
         index = [i for i in range(len(leaves)) if lives.apart and lives.apart[i]]
         old = [leaves[i] for i in index]
-        tensors, buffers = pooled(lives, self.step.runtime.ahead, index, old, (held.structure, lives.device), leaves)
+        tensors, buffers = pooled(lives, self.step.runtime.ahead, index, old, (structure, lives.device), leaves)
         parts = (tensors, buffers.flat, [x.reshape(-1) for x in old])
         return Apart(*(dict(zip(index, by_index, strict=True)) for by_index in parts))
 
     def _chunks_ahead(self) -> list[Chunk]:
         """Return the chunks that are updated ahead, in the order in which backward completes them."""
-        structure, apart = self.setup.held.structure, self.apart
+        structure, apart = self.setup.tensors.structure, self.apart
         assert apart is not None
         n = len(structure.trained)
         count = n + sum(len(want.names) for want in structure.opt.values())

@@ -35,7 +35,7 @@ class InChunks(Update):
 
     def landing(self, trained: list[Tensor]) -> Landing | None:
         """Return where the sums of gradients by `trained` leaves go as each is final; None where they stay."""
-        step, setup, structure = self.step, self.setup, self.setup.held.structure
+        step, setup, structure = self.step, self.setup, self.setup.tensors.structure
         if "gradients" not in setup.residency.kinds and self.tells is None:
             return None
         device, pool = setup.call.device, step.runtime.gradients
@@ -98,19 +98,19 @@ class InChunks(Update):
     def lives(self) -> Lives:
         """Where leaves live, in a residency whose failures all ranks hear of."""
         setup = self.setup
-        return attrs.evolve(self.step.lives(setup.held.structure, setup.state), residency=setup.residency)
+        return attrs.evolve(self.step.lives(setup.tensors.structure, setup.state), residency=setup.residency)
 
     def open(self) -> NewLeaves:
         """Return memory for what the update writes, where that lives."""
         if self.leaves is not None:
             return self.leaves
         step, setup, pool = self.step, self.setup, self.step.runtime.pool
-        return new_leaves(step.place, self.lives, pool, setup.state, setup.held, step.followers, self.apart)
+        return new_leaves(step.place, self.lives, pool, setup.state, setup.tensors, step.followers, self.apart)
 
     @in_range("optimizer")
     def write(self, leaves: NewLeaves, grads: Gradients) -> None:
         """Update chunk after chunk; from the first write on, a state that is given up is marked so."""
-        setup, structure, n = self.setup, self.setup.held.structure, len(leaves.trained)
+        setup, structure, n = self.setup, self.setup.tensors.structure, len(leaves.trained)
         pieces = self.step.chunks(structure)  # on which all ranks agree, those too that visit none
         if not leaves.lives.visited:
             return super().write(leaves, grads)
@@ -126,7 +126,7 @@ class InChunks(Update):
 
         They are divided by `divisor`, () float64, first.
         """
-        setup, structure, dimensions = self.setup, self.setup.held.structure, self.step.dimensions
+        setup, structure, dimensions = self.setup, self.setup.tensors.structure, self.step.dimensions
         optimizer, slots = structure.optimizer, list(structure.opt)
         arguments = {"step": setup.state.step, "grad_scale": scale, "skip": skip, "axes": dimensions.split}
         given_on: dict[torch.device, dict[str, Any]] = {}
@@ -160,14 +160,16 @@ class InChunks(Update):
 
     def slot_after(self, rule: After, slot: Any, params: Any, call: Call) -> Any:
         """Return what a slot becomes that follows the update: at once, or in the chunks of that."""
-        leaves, structure, skip = self.leaves, self.setup.held.structure, self.skip
+        leaves, structure, skip = self.leaves, self.setup.tensors.structure, self.skip
         assert leaves is not None
         if (lives := leaves.lives.after.get(rule.slot)) is None:
             return super().slot_after(rule, slot, params, call)
 
-        def run(pieces: list[Piece], given: list[Tensor], columns: list[Column], device: torch.device) -> list[Column]:
+        def run(
+            pieces: list[Piece], param_pieces: list[Tensor], columns: list[Column], device: torch.device
+        ) -> list[Column]:
             skipped = None if skip is None else skip.to(device)
-            return [contracts.remembered(rule(columns[0], given, skipped, call), columns[0], rule)]
+            return [contracts.remembered(rule(columns[0], param_pieces, skipped, call), columns[0], rule)]
 
         def flat(x: Any) -> list[Tensor]:
             return [leaf.reshape(-1) for leaf in structure.like_parts(x)]

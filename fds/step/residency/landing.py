@@ -25,8 +25,8 @@ class Landing:
     """The summed gradients of one call, by slice of the optimizer, as each becomes final.
 
     Those that live elsewhere are written there at once, and let go when that is done, which the next one waits for;
-    their norms are measured before, so that nobody reads them for it. Where somebody is `told` of every slice when it
-    is where it is to live, all land.
+    their norms are measured before, so that nobody reads them for it. Where `tell` is called with every slice when
+    that is where it is to live, all land.
     """
 
     residency: Residency
@@ -35,7 +35,7 @@ class Landing:
     late: Collection[int]  # slices to which other ranks add after backward: their sums land when that is done
     dtype: torch.dtype  # of norms
     wide: bool  # whether some are float64
-    told: Tell | None = None
+    tell: Tell | None = None
     norms: dict[int, Tensor] = tree.new(dict)
     stored: set[int] = tree.new(set)  # slices of which something was written
     reading: dict[int, Callable[[], list[Tensor]]] = tree.new(dict)
@@ -47,15 +47,15 @@ class Landing:
         cls,
         residency: Residency,
         structure: Structure,
-        held: Sequence[bool],
+        elsewhere: Sequence[bool],
         dtypes: Sequence[torch.dtype],
         device: torch.device,
         late: Collection[int],
         pool: Pool,
-        told: Tell | None = None,
+        tell: Tell | None = None,
     ) -> Landing:
-        """Return the landing of sums in these `dtypes`, of which some are `held` elsewhere, in memory of a pool."""
-        slices = [k for k, is_elsewhere in enumerate(held) if is_elsewhere]
+        """Return the landing of sums in these `dtypes`, of which some live `elsewhere`, in memory of a pool."""
+        slices = [k for k, is_elsewhere in enumerate(elsewhere) if is_elsewhere]
         parts, shapes = [structure.trained[k] for k in slices], structure.shapes
         likes = [torch.empty((), dtype=dtypes[k], device=device).expand(shapes[structure.trained[k]]) for k in slices]
         fresh: list[Tensor] = []
@@ -72,17 +72,17 @@ class Landing:
         wide = torch.float64 in dtypes
         leaves = dict(zip(slices, memory, strict=True))
         dtype = torch.float64 if wide or device.type == "cuda" else torch.float32
-        return cls(residency, device, leaves, late, dtype, wide, told)
+        return cls(residency, device, leaves, late, dtype, wide, tell)
 
     def lands(self, k: int) -> bool:
         """Say whether the sum of a slice is to land as soon as backward is done with it."""
-        return (k in self.leaves or self.told is not None) and k not in self.late
+        return (k in self.leaves or self.tell is not None) and k not in self.late
 
     def land(self, k: int, x: Tensor) -> Tensor:
         """Take the final sum of a slice, contiguous; return it where it lives."""
         self.put(k, x)
-        if k not in self.leaves and self.told is not None:
-            self.told({k: x})
+        if k not in self.leaves and self.tell is not None:
+            self.tell({k: x})
         return self.leaves.get(k, x)
 
     def put(self, k: int, x: Tensor) -> None:
@@ -133,14 +133,14 @@ class Landing:
         while self.writing:
             k, _, wait, final = self.writing.pop()
             wait()
-            if final and self.told is not None:
-                self.told({k: self.leaves[k]})
+            if final and self.tell is not None:
+                self.tell({k: self.leaves[k]})
 
     def finish(self, sums: Sequence[Tensor]) -> list[Tensor]:
         """Let those land to which other ranks have added; return all where they live, when that is written."""
         landed = [self.land(k, x) if k in self.late else x for k, x in enumerate(sums)]
         self.settle()
-        self.told = None  # what lands from here on was changed by a map
+        self.tell = None  # what lands from here on was changed by a map
         return landed
 
     def close(self) -> None:
@@ -151,4 +151,4 @@ class Landing:
         for wait in waits:
             with contextlib.suppress(Exception):
                 wait()
-        self.told = None  # which may lead here: without a cycle memory is free at once
+        self.tell = None  # which may lead here: without a cycle memory is free at once

@@ -22,7 +22,7 @@ AT_ONCE = 2**24  # elements that are copied to a leaf elsewhere at a time
 
 def resident(structure: Structure, kind: str, part: int) -> Resident:
     """Return a leaf of a kind that belongs to a part of the parameters, by the index of the part."""
-    return Resident(kind, structure.inside(part), part, len(structure.held))
+    return Resident(kind, structure.inside(part), part, len(structure.part_names))
 
 
 def resident_at(structure: Structure, path: str, after: Iterable[str], in_pieces: Collection[str]) -> Resident | None:
@@ -55,9 +55,9 @@ def written(residency: Residency, x: Tensor, leaf: Tensor) -> Tensor:
     return leaf
 
 
-def put(residency: Residency, x: Tensor, leaf: Tensor, held: bool) -> None:
+def put(residency: Residency, x: Tensor, leaf: Tensor, is_elsewhere: bool) -> None:
     """Write values to a leaf, or to a piece of one, which the residency holds or not."""
-    if held:
+    if is_elsewhere:
         written(residency, x, leaf)
     else:
         leaf.copy_(x)
@@ -177,10 +177,10 @@ class Lives:
         if speculate:
             ahead = may_leave(sorted({i for i, way in zip(slices, ways, strict=True) if leaving[i] or way == "read"}))
         apart = [*(ahead[i] for i in slices), *[False] * len(averages)]
-        placed = [way == "place" and not one for way, one in zip(ways, apart, strict=False)]
+        placed = [way == "place" and not is_apart for way, is_apart in zip(ways, apart, strict=False)]
         in_place = all(placed)
         following = {name: cls._after(residency, structure, slots[name], device) for name in in_pieces}
-        following = {name: one for name, one in following.items() if one is not None}
+        following = {name: slot_lives for name, slot_lives in following.items() if slot_lives is not None}
         for name in dict.fromkeys(after):
             slot_lives = following.get(name)
             placed += [True] * len(tree.leaves(slots[name])) if slot_lives is None else slot_lives.placed
@@ -205,14 +205,14 @@ class Lives:
             on_host=leaving,
             ahead=ahead,
             visited=visited,
-            writes_on_host=any(leaving) or any(one.writes_on_host for one in following.values()),
+            writes_on_host=any(leaving) or any(slot_lives.writes_on_host for slot_lives in following.values()),
             after=following,
         )
 
     @classmethod
     def _after(cls, residency: Residency, structure: Structure, slot: Any, device: torch.device) -> Lives | None:
         """Return how a slot gets at its leaves; None where it is not like the parameters, or written where they are."""
-        shapes, n = {path: x.shape for path, x in tree.paths(slot).items()}, len(structure.held)
+        shapes, n = {path: x.shape for path, x in tree.paths(slot).items()}, len(structure.part_names)
         if shapes != dict(zip(structure.paths, structure.shapes, strict=True)):
             return None
         leaves = [resident(structure, "slots", i) for i in range(n)]

@@ -54,7 +54,7 @@ class Visit:
         One that turns out not to have been complete comes again.
         """
         if not self.grads.keys().isdisjoint(grads):
-            self.stale.update(x.index for one in self.chunks[: self.at] for x in one.pieces if x.index in grads)
+            self.stale.update(x.index for chunk in self.chunks[: self.at] for x in chunk.pieces if x.index in grads)
         self.grads.update(grads)
         while self.at < len(self.chunks):
             chunk = self.chunks[self.at]
@@ -123,7 +123,7 @@ class Chunk:
     new: list[Column]  # the leaves of the new state
     copied: list[tuple[Residency, list[tuple[int, int]], list[Tensor]]]  # by whom; column and row; old values
     kept: list[tuple[Tensor, Tensor]]  # leaves that are written where they are, `apart`, and their old values
-    given: list[tuple[Residency, list[int]]]  # gradients that are copied: by whom, and which
+    copied_gradients: list[tuple[Residency, list[int]]]  # gradients that are copied: by whom, and which
 
     @property
     def in_place(self) -> bool:
@@ -137,13 +137,13 @@ class Chunk:
 
     def take(self, grads: Mapping[int, Tensor]) -> Read:
         """Begin to read gradients; return the function that waits, and returns the copies by reader."""
-        readers = ((by, [self.pieces[r] for r in rows]) for by, rows in self.given)
+        readers = ((by, [self.pieces[r] for r in rows]) for by, rows in self.copied_gradients)
         return _reading([(by, [x.cut(grads[x.index].view(-1)) for x in pieces]) for by, pieces in readers], self.device)
 
     def gradients(self, grads: Mapping[int, Tensor], taken: list[list[Tensor]]) -> list[Tensor]:
         """Return the gradients for the optimizer, which may write into them."""
         gradients = [x.cut(grads[x.index]) for x in self.pieces]
-        for (_, rows), copies in zip(self.given, taken, strict=True):
+        for (_, rows), copies in zip(self.copied_gradients, taken, strict=True):
             for row, x in zip(rows, copies, strict=True):
                 gradients[row] = x
         return gradients
@@ -194,27 +194,27 @@ def _chunks(
 ) -> Iterator[Chunk]:
     """Yield the pieces of all columns that are updated together: first those on the device, then those on the host."""
     for on_host in (False, True):
-        some = [x for x in pieces if lives.on_host[x.index] is on_host]
-        if not some:
+        group = [x for x in pieces if lives.on_host[x.index] is on_host]
+        if not group:
             continue
-        columns = [[x.cut(leaf) if (leaf := column[x.index]) is not None else None for x in some] for column in new]
+        columns = [[x.cut(leaf) if (leaf := column[x.index]) is not None else None for x in group] for column in new]
         places: dict[str, list[tuple[int, int]]] = {"place": [], "read": [], "fetch": []}
         for c, ways in enumerate(lives.ways):
-            for r, x in enumerate(some):
+            for r, x in enumerate(group):
                 if (way := ways[x.index]) is not None:
                     places[way].append((c, r))
-        ways = [lives.gradients[x.index] for x in some]
+        ways = [lives.gradients[x.index] for x in group]
         if apart:  # the true gradient is needed again, if the step decides otherwise
             ways = ["fetch" if way == "place" else way for way in ways]
         readers = ((lives.residency, "read"), (lives.residency if on_host else OnDevice(), "fetch"))
         yield Chunk(
-            some,
+            group,
             torch.device("cpu") if on_host else lives.device,
             apart,
             columns,
-            [(by, places[way], _at(old, some, places[way])) for by, way in readers if places[way]],
-            list(zip(*(_at(leaves, some, places["place"]) for leaves in (new, old)), strict=True)) if apart else [],
-            [(by, [r for r, one in enumerate(ways) if one == way]) for by, way in readers if way in ways],
+            [(by, places[way], _at(old, group, places[way])) for by, way in readers if places[way]],
+            list(zip(*(_at(leaves, group, places["place"]) for leaves in (new, old)), strict=True)) if apart else [],
+            [(by, [r for r, x in enumerate(ways) if x == way]) for by, way in readers if way in ways],
         )
 
 

@@ -63,7 +63,7 @@ class Bucketed:
         self.shard, self.transport, self.pool, self.each = shard, transport, pool, shard.reduces_each_microbatch
         self.buckets = {i: b for i, b in enumerate(structure.layout.buckets) if b.trained}
         self.order = order or Order(shard.axis, order_of_reductions(tuple(sorted(self.buckets, reverse=True))))
-        self.given = list(leaves)  # in the order of the structure's trained names
+        self.all_leaves = list(leaves)  # in the order of the structure's trained names
         self.leaves = {i: [leaves[k] for k in members] for i, members in structure.members.items()}
         self.device = leaves[0].device if leaves else torch.device("cpu")
         self.dtypes = {i: dtype or leaves_[0].dtype for i, leaves_ in self.leaves.items()}  # of the sums
@@ -103,7 +103,7 @@ class Bucketed:
         `in_parts` says that a leaf's gradient may come in several parts: then each is taken as it comes, and buckets
         are reduced at the end.
         """
-        if list(map(tree.grad_of, self.given)).count(None) < len(self.given):
+        if list(map(tree.grad_of, self.all_leaves)).count(None) < len(self.all_leaves):
             raise backward_inside()
         self.last, self.reducing, self.reduced = last, (last and not in_parts) or self.each, {}
         self.arrived, self.come = {i: set() for i in self.buckets}, dict.fromkeys(self.buckets, 0)
@@ -121,14 +121,14 @@ class Bucketed:
             if learns:
                 elsewhere = _Elsewhere()
                 with counting(elsewhere):
-                    backward(self.given)
+                    backward(self.all_leaves)
                 self.regular = not in_parts and not elsewhere.counts
             else:
-                backward(self.given)
+                backward(self.all_leaves)
             for i in self.buckets:
                 self._take(i)
         except BaseException:
-            for leaf in self.given:  # no part of any sum
+            for leaf in self.all_leaves:  # no part of any sum
                 leaf.grad = None
             raise
         finally:
@@ -178,7 +178,7 @@ class Bucketed:
 
     def close(self) -> None:
         """Let go of the leaves, whose hooks lead here."""
-        self.given, self.leaves = [], {}
+        self.all_leaves, self.leaves = [], {}
         self.order.joins.clear()
 
     def _hook(self, i: int, j: int) -> None:
@@ -213,12 +213,12 @@ class Bucketed:
         if self.reducing:
             self.order.need(("reduce", i))
 
-    def _take(self, i: int, some: Sequence[int] | None = None) -> None:
+    def _take(self, i: int, positions: Sequence[int] | None = None) -> None:
         """Move the gradients that have come for a bucket, or for some of its leaves, into it."""
         leaves = self.leaves[i]
-        which = range(len(leaves)) if some is None else some
-        found = list(map(tree.grad_of, leaves if some is None else [leaves[j] for j in some]))
-        has_come = [grad is not None for grad in found]
+        which = range(len(leaves)) if positions is None else positions
+        grads_or_none = list(map(tree.grad_of, leaves if positions is None else [leaves[j] for j in positions]))
+        has_come = [grad is not None for grad in grads_or_none]
         come = list(itertools.compress(which, has_come))
         if not come:
             return
@@ -234,8 +234,8 @@ class Bucketed:
                 want="one gradient per microbatch",
                 hint="torch.utils.checkpoint(..., use_reentrant=False)",
             )
-        grads: list[Any] = list(itertools.compress(found, has_come))
-        del found
+        grads: list[Any] = list(itertools.compress(grads_or_none, has_come))
+        del grads_or_none
         self._open(i).add(come, grads)
         if self.tight:
             give_back(grads)
@@ -259,25 +259,25 @@ class Bucketed:
             self._land(i)
         if self.adding:  # another rank asks for it before it is full
             self._take(i)
-        held, bucket, shard = self._open(i), self.buckets[i], self.shard
+        filling, bucket, shard = self._open(i), self.buckets[i], self.shard
         self.reduced[i] = self.reduced.get(i, 0) + 1
         del self.filling[i]
-        if len(held.filled) < len(held.views):
-            _zero([view for j, view in enumerate(held.views) if j not in held.filled])
-        sent = held.flat if self.reduce_dtype is None else held.flat.to(self.reduce_dtype)
+        if len(filling.filled) < len(filling.views):
+            _zero([view for j, view in enumerate(filling.views) if j not in filling.filled])
+        sent = filling.flat if self.reduce_dtype is None else filling.flat.to(self.reduce_dtype)
         if self.predivide != 1:
             sent.div_(self.predivide)
-        own = bucket.slice(shard.axis.index, sent)
+        out = bucket.slice(shard.axis.index, sent)
         if (landing := self.landing and self._elsewhere(i)) is not None:
             landing.expect(self.index[i])
         elif self.each and i not in self.slices and sent.dtype == self.dtypes[i]:
-            own = self.pool.take(bucket.length, sent.dtype, self.device)  # the first sum is where others are added
+            out = self.pool.take(bucket.length, sent.dtype, self.device)  # the first sum is where others are added
         way = self.transport.of(bucket, shard.data)
         kept = None if self.kept is None else self._kept(i, way)
-        work = contracts.sent(way.reduce(shard.legs["reduce"], sent, own, kept), way, "reduce")
+        work = contracts.sent(way.reduce(shard.legs["reduce"], sent, out, kept), way, "reduce")
         if self.each and work.__class__ is Relay:
             self.order.departures.relays.append(work)  # pyright: ignore[reportArgumentType]
-        self.flying[i] = Flight(held, sent, own, work)
+        self.flying[i] = Flight(filling, sent, out, work)
         while len(self.flying) > 1 or (landing is not None and self.flying and work.done()):
             self._land(next(iter(self.flying)))
 
@@ -292,41 +292,41 @@ class Bucketed:
         """Add a bucket that has arrived to the sum of its slice, and give its memory back."""
         flight = self.flying.pop(i)
         flight.work.wait()
-        own, sent = flight.own, flight.sent
+        out, sent = flight.out, flight.sent
         if not self.slices_state:
-            self._over_replicas(i, own)
+            self._over_replicas(i, out)
             first = self.shard.replicate is None or self.shard.replicate.index == 0
             way = self.transport.of(self.buckets[i], self.shard.data)
             kept = self._kept_slice(i, way) if first else None
-            gathered = contracts.sent(way.spread(self.shard.legs["spread"], own, sent, kept), way, "spread")
+            gathered = contracts.sent(way.spread(self.shard.legs["spread"], out, sent, kept), way, "spread")
             self._spread()
             self.gathering.append((i, flight, gathered))
-            self.whole[i] = flight.held.views
+            self.whole[i] = flight.filling.views
         elif not self.each:
-            self.slices[i] = self.buckets[i].slice(self.shard.axis.index, flight.held.flat)
-            if own.data_ptr() != self.slices[i].data_ptr():
-                self.slices[i].copy_(own)
+            self.slices[i] = self.buckets[i].slice(self.shard.axis.index, flight.filling.flat)
+            if out.data_ptr() != self.slices[i].data_ptr():
+                self.slices[i].copy_(out)
             if self.landing is not None:
                 self._complete(i)
         elif (landing := self.landing and self._elsewhere(i)) is not None:
-            total = landing.add(self.index[i], own)
+            total = landing.add(self.index[i], out)
             if self.last and self._lands(i):
                 self._complete(i, total)
             else:
                 landing.write(self.index[i], total)
         else:
-            self._add(i, own, sent)
+            self._add(i, out, sent)
             if self.landing is not None and self.last and self._lands(i):
                 self._complete(i)
 
-    def _add(self, i: int, own: Tensor, sent: Tensor) -> None:
+    def _add(self, i: int, out: Tensor, sent: Tensor) -> None:
         """Add a bucket that has arrived to the sum of its slice in memory."""
         if i in self.slices:
-            self.slices[i].add_(own)
-        elif own.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr():
-            self.slices[i] = self.pool.take(own.numel(), self.dtypes[i], self.device).copy_(own)
+            self.slices[i].add_(out)
+        elif out.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr():
+            self.slices[i] = self.pool.take(out.numel(), self.dtypes[i], self.device).copy_(out)
         else:
-            self.slices[i] = own
+            self.slices[i] = out
 
     def _elsewhere(self, i: int) -> Landing | None:
         """Return where the sum of a bucket is written after every microbatch, None where it is in memory."""
@@ -349,11 +349,11 @@ class Bucketed:
         self.slices[i] = landing.land(k, total) if landing is not None and landing.lands(k) else total
         self.landed.add(i)
 
-    def _over_replicas(self, i: int, own: Tensor) -> None:
+    def _over_replicas(self, i: int, out: Tensor) -> None:
         """Add up a slice over its replicas; outside of `order`, which their ranks do not share."""
         if self.shard.replicate is not None:
             way = self.transport.of(self.buckets[i], self.shard.data)
-            work = way.combine(self.shard.legs["combine"], own, self._kept_slice(i, way))
+            work = way.combine(self.shard.legs["combine"], out, self._kept_slice(i, way))
             contracts.sent(work, way, "combine").wait()
 
     def _kept(self, i: int, way: Transport) -> Tensor | None:
@@ -370,10 +370,10 @@ class Bucketed:
         while self.gathering:
             i, flight, work = self.gathering.pop()
             work.wait()
-            if flight.held.flat is not flight.sent:
-                flight.held.flat.copy_(flight.sent)
+            if flight.filling.flat is not flight.sent:
+                flight.filling.flat.copy_(flight.sent)
             if (landing := self.landing) is not None:
-                sums = zip(self.members[i], flight.held.views, strict=True)
+                sums = zip(self.members[i], flight.filling.views, strict=True)
                 self.whole[i] = [landing.land(k, x) if landing.lands(k) else x for k, x in sums]
 
 
@@ -407,9 +407,9 @@ class Filling:
             self.filled.update(which)
             return
         views, more = [self.views[j] for j in which], [j in self.filled for j in which]
-        for write, some in ((foreach.copy_, [not is_more for is_more in more]), (foreach.add_, more)):
-            if any(some):
-                write(list(compress(views, some)), list(compress(grads, some)))
+        for write, chosen in ((foreach.copy_, [not is_more for is_more in more]), (foreach.add_, more)):
+            if any(chosen):
+                write(list(compress(views, chosen)), list(compress(grads, chosen)))
         self.filled.update(which)
 
 
@@ -417,7 +417,7 @@ class Filling:
 class Flight:
     """A bucket that is being reduced: what was sent, and where this rank's slice of the sum arrives."""
 
-    held: Filling
+    filling: Filling
     sent: Tensor
-    own: Tensor
+    out: Tensor
     work: Work

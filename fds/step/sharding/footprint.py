@@ -39,56 +39,56 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
     before and the one after; `ahead` the new values of what is updated in backward, where the others are written over
     the old state.
     """
-    held = {part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "buffers", "slots")}
+    num_bytes = {part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "buffers", "slots")}
     lives = step.lives(structure, state)
     if lives.visited or lives.after:
-        held["chunks"] = _chunks(step, structure, state)
+        num_bytes["chunks"] = _chunks(step, structure, state)
     if step.place.donate and any(lives.apart):
         leaves = [*structure.pick(tree.leaves(state.params)), *tree.leaves(state.opt)]
-        held["ahead"] = sum(x.nbytes for x, one in zip(leaves, lives.apart, strict=False) if one)
-    held |= step.reduction.held_bytes([leaf for leaf in structure.leaves.values() if leaf.trained])
+        num_bytes["ahead"] = sum(x.nbytes for x, is_apart in zip(leaves, lives.apart, strict=False) if is_apart)
+    num_bytes |= step.reduction.held_bytes([leaf for leaf in structure.leaves.values() if leaf.trained])
     gather, shard, layout = step.gather, step.shard, structure.layout
     away = elsewhere(step.place.residency, structure, lives.device)
     if away and (read := _read(step, structure, away)):
-        held["read"] = read
+        num_bytes["read"] = read
     leave = any(lives.landed)
     if not structure.sharded:
         leaves = dict(zip(structure.names, tree.leaves(state.params), strict=True))
         seen = {name: gather.dtype_of(name, x.dtype) for name, x in leaves.items()}
         live = structure.trained_names
         sums = {n: leaves[n].numel() * (step.sum.dtype or seen[n]).itemsize for n in live}
-        copied = {structure.held[i] for i in away} | {n for n, x in leaves.items() if x.dtype != seen[n]}
+        copied = {structure.part_names[i] for i in away} | {n for n, x in leaves.items() if x.dtype != seen[n]}
         low = sum(leaves[n].numel() * seen[n].itemsize for n in copied)
-        held |= {"low": low} if low else {}
+        num_bytes |= {"low": low} if low else {}
         if layout is None:
-            held |= {"buckets": _landing(step, list(sums.values()), 3)} if leave else {}
-            return {**held, "gradients": sum(sums.values())}
+            num_bytes |= {"buckets": _landing(step, list(sums.values()), 3)} if leave else {}
+            return {**num_bytes, "gradients": sum(sums.values())}
     assert layout is not None and shard is not None
     trained = [b for b in layout.buckets if b.trained]
     slices = [b.length * sum_dtype(step, b).itemsize for b in trained]
     if not shard.reduces_each_microbatch:
         whole = [b.numel * sum_dtype(step, b).itemsize for b in trained]
-        held["gradients"] = sum(slices if leave and structure.sharded else whole)
-        held |= {"buckets": _landing(step, whole, 4)} if leave else {}
+        num_bytes["gradients"] = sum(slices if leave and structure.sharded else whole)
+        num_bytes |= {"buckets": _landing(step, whole, 4)} if leave else {}
     else:
-        held["gradients"] = sum(slices)
+        num_bytes["gradients"] = sum(slices)
         filled = [b.numel * (step.reduce.dtype or sum_dtype(step, b)).itemsize for b in trained]
-        held["buckets"] = sum(sorted(filled)[-2:]) + leave * max(slices, default=0)
+        num_bytes["buckets"] = sum(sorted(filled)[-2:]) + leave * max(slices, default=0)
     if step.reduce.transport.keeps:
-        held["kept"] = held.get("kept", 0) + sum(b.numel * 4 for b in trained)
+        num_bytes["kept"] = num_bytes.get("kept", 0) + sum(b.numel * 4 for b in trained)
     if structure.sharded:
         sizes = [_gathered(step, b) for b in layout.buckets]
-        held["whole"] = sum(sizes)
+        num_bytes["whole"] = sum(sizes)
         if shard.gathers_on_use:
             passing = gather.passing(layout, shard)
-            some = list(passing.values())
-            bound = gather.room(layout, shard, passing) + shard.prefetch * max(some, default=0)
-            held["whole"] = sum(sizes) - sum(some) + min(bound, sum(some))
+            passing_bytes = list(passing.values())
+            bound = gather.room(layout, shard, passing) + shard.prefetch * max(passing_bytes, default=0)
+            num_bytes["whole"] = sum(sizes) - sum(passing_bytes) + min(bound, sum(passing_bytes))
             if shard.secondary is not None:
-                held["secondary"] = sum(some) // shard.secondary.size
-            if step.views and some:
-                held["viewed"] = _viewed(step, structure)
-    return held
+                num_bytes["secondary"] = sum(passing_bytes) // shard.secondary.size
+            if step.views and passing_bytes:
+                num_bytes["viewed"] = _viewed(step, structure)
+    return num_bytes
 
 
 def _read(step: Stations, structure: Structure, away: frozenset[int]) -> int:
@@ -252,7 +252,7 @@ def _all(step: Stations, structure: Structure, state: State, everyone: Axis) -> 
     yield from _of_shared(step, structure)
     yield from _of_agreement(step, structure, state, everyone)
     if step.synchronize is not None:
-        yield from (attrs.evolve(one, at_most=True) for one in step.synchronize.messages(structure))
+        yield from (attrs.evolve(message, at_most=True) for message in step.synchronize.messages(structure))
     if step.place.residency.kinds:  # at the end ranks hear whether all could read and write
         yield Expected.of(everyone, "all_gather", 1, torch.int64, what=WHAT)
 
@@ -269,8 +269,8 @@ def _of_buckets(step: Stations, structure: Structure, shard: Shard) -> Iterator[
         bucket = layout.buckets[i]
         transport = step.gather.transport if name == "gather" else reduce.transport.of(bucket, shard.data)
         for axis in filter(None, [shard.legs.get(name)]):
-            for one in transport.messages(name, axis, bucket.length, dtype):
-                yield attrs.evolve(one, count=count * one.count, bucket=i, at_most=at_most)
+            for message in transport.messages(name, axis, bucket.length, dtype):
+                yield attrs.evolve(message, count=count * message.count, bucket=i, at_most=at_most)
 
     for i, bucket in enumerate(layout.buckets):
         if structure.sharded:

@@ -171,10 +171,10 @@ class Departures:
     waiting: deque[Coming] = tree.new(deque)
     relays: deque[Relay] = tree.new(deque)  # whose second messages are to begin before anything else is sent
 
-    def add(self, one: Coming) -> None:
+    def add(self, bucket: Coming) -> None:
         """Add a bucket that was just begun."""
-        self.waiting.append(one)
-        self.send(keep=int(one.read is not None))
+        self.waiting.append(bucket)
+        self.send(keep=int(bucket.read is not None))
 
     def send(self, keep: int = 0) -> None:
         """Begin to send the slices that wait, but for the last ones."""
@@ -191,11 +191,11 @@ class Departures:
         while self.relays:
             self.relays.popleft().go_on()
 
-    def arrive(self, one: Coming) -> Tensor:
+    def arrive(self, bucket: Coming) -> Tensor:
         """Wait for a bucket; return it whole (numel,)."""
-        if one in self.waiting:
-            self.send(keep=len(self.waiting) - 1 - self.waiting.index(one))
-        return one.arrive()
+        if bucket in self.waiting:
+            self.send(keep=len(self.waiting) - 1 - self.waiting.index(bucket))
+        return bucket.arrive()
 
     def give_up(self) -> None:
         """Wait until nobody writes into the memory of what was not sent."""

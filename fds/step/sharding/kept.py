@@ -45,10 +45,10 @@ class Kept:
         """Take what the batch of all ranks weighs, () each, and what its gradients were divided by in backward."""
         self.total = combined_scale(weight, self.scale, divisor * self.predivide, weight.device)
 
-    def expect(self, every: Totals, mine: Totals, predivide: float) -> None:
+    def expect(self, global_totals: Totals, mine: Totals, predivide: float) -> None:
         """Take what the batch of all ranks weighs, before its last backward."""
-        assert isinstance(every.weight, Tensor)
-        self.weigh(every.weight, 1 if every.divisor is None else every.divisor)
+        assert isinstance(global_totals.weight, Tensor)
+        self.weigh(global_totals.weight, 1 if global_totals.divisor is None else global_totals.divisor)
 
     def bucket(self, index: int, bucket: Bucket) -> Tensor:
         """Return what is kept of a bucket, (numel,) float32, which its next message changes."""

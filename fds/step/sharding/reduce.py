@@ -47,17 +47,17 @@ class Reduce:
     phases: Phases | None = attrs.field(default=None, init=False, repr=False)
 
     def open(
-        self, call: Call, drafts: Drafts, held: StateTensors, shard: Shard | None, pool: Pool
+        self, call: Call, drafts: Drafts, tensors: StateTensors, shard: Shard | None, pool: Pool
     ) -> tuple[Reduce | NoSync, list[Tensor]]:
         """Return how the gradients of a call go, and what is held of the parameters as the loss sees it on this rank.
 
         The call alone decides, so that all ranks do the same.
         """
         if self.phases is not None and self.phases.local(call.calls):
-            return NoSync.opened(self.phases, call, drafts, held, shard, pool)
+            return NoSync.opened(self.phases, call, drafts, tensors, shard, pool)
         if not self.transport.draws:
-            return self, held.parts
-        return attrs.evolve(self, transport=self.transport.seeded(call.at("reduce").key)), held.parts
+            return self, tensors.parts
+        return attrs.evolve(self, transport=self.transport.seeded(call.at("reduce").key)), tensors.parts
 
     def sums(
         self,
@@ -144,20 +144,20 @@ class NoSync:
 
     @classmethod
     def opened(
-        cls, phases: Phases, call: Call, drafts: Drafts, held: StateTensors, shard: Shard | None, pool: Pool
+        cls, phases: Phases, call: Call, drafts: Drafts, tensors: StateTensors, shard: Shard | None, pool: Pool
     ) -> tuple[NoSync, list[Tensor]]:
         """Open it; return with it what is held of the parameters, moved to where this rank has moved them."""
         before = {slot: call.own_slots[slot] for slot in (*phases.slots, *[LOCAL_LR] * phases.apart)}
         if phases.begins(call.calls):
             before = tree.map(torch.zeros_like, before)
         new = tree.map(lambda x: pool.take(x.numel(), x.dtype, x.device).view(x.shape).copy_(x), before)
-        structure, axis = held.structure, None if shard is None else shard.data
+        structure, axis = tensors.structure, None if shard is None else shard.data
         names = [inside[0].name for inside in structure.segments]
         views = {slot: [new[slot][name].view(-1) for name in names] for slot in phases.slots}
         exchange = Exchange(call.calls, axis, views, new.get(LOCAL_LR))
         made = cls(axis is None, {"exchange": exchange}, before, new)
         drafts.written.append(made)
-        params = list(held.parts)
+        params = list(tensors.parts)
         for i, name in zip(structure.trained, names, strict=True) if phases.apart else ():
             params[i] = add_update(params[i], before[LOCAL_UPDATE][name], exchange.size)
         return made, params

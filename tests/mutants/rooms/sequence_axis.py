@@ -16,7 +16,7 @@ MUTANTS = (
     Mutant(
         "gradients-are-added-twice",
         "fds/step/topology.py",
-        "return data.issuperset(_names(one.axis))",
+        "return data.issuperset(_names(dimension.axis))",
         "return False",
         "ranks that are a sequence's and data ranks too are one axis in two roles",
         TRAINING,
@@ -80,7 +80,7 @@ MUTANTS = (
     Mutant(
         "parameters-say-how-long-rows-are",
         "fds/loss/microbatch.py",
-        "setting.call(0, f, given=1)",
+        "setting.call(0, f, num_params=1)",
         "setting.call(0, f)",
         "features are taken for tokens, and drawn for more than there are",
         DRAWS,

@@ -30,8 +30,8 @@ MUTANTS = (
     Mutant(
         "slice-elsewhere-forgets-microbatches",
         "fds/step/sharding/buckets.py",
-        "total = landing.add(self.index[i], own)",
-        "total = own",
+        "total = landing.add(self.index[i], out)",
+        "total = out",
         "the slice of the last microbatch alone is what lives elsewhere",
         "tests/laws/test_gradients_elsewhere.py",
     ),
@@ -46,7 +46,7 @@ MUTANTS = (
     Mutant(
         "unused-gradients-not-zeroed",
         "fds/step/sharding/buckets.py",
-        "_zero([view for j, view in enumerate(held.views) if j not in held.filled])",
+        "_zero([view for j, view in enumerate(filling.views) if j not in filling.filled])",
         "pass",
         "a parameter that a rank did not use has an old gradient",
         "tests/sharding/test_layouts.py tests/laws/test_ranks_that_diverge.py",
@@ -62,8 +62,8 @@ MUTANTS = (
     Mutant(
         "last-microbatch-alone",
         "fds/step/sharding/buckets.py",
-        "self.slices[i].add_(own)",
-        "self.slices[i].copy_(own)",
+        "self.slices[i].add_(out)",
+        "self.slices[i].copy_(out)",
         "at stages 2 and 3 only the last microbatch's gradients count",
         "tests/laws/test_law_4_sharding.py",
     ),
@@ -134,7 +134,7 @@ MUTANTS = (
     Mutant(
         "waits-for-what-it-reads-ahead",
         "fds/step/sharding/gather.py",
-        "keep=int(one.read is not None)",
+        "keep=int(bucket.read is not None)",
         "keep=0",
         "a slice that is read ahead is waited for at once",
         "tests/laws/test_law_11_gathers.py -k before_they_are_used",

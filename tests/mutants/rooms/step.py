@@ -182,8 +182,8 @@ MUTANTS = (
     Mutant(
         "built-layers-differ-on-ranks",
         "fds/step/initial.py",
-        "_of_rank_0(x, everyone if not recipe or name in params.given else peers)",
-        "_of_rank_0(x, everyone if not recipe else peers if name not in params.given else None)",
+        "_of_rank_0(x, everyone if not recipe or name in params.built else peers)",
+        "_of_rank_0(x, everyone if not recipe else peers if name not in params.built else None)",
         "modules that every rank built keep the values of that rank",
         "tests/sharding/test_refusals.py tests/pipeline/test_failures.py -k rank_0",
     ),
@@ -230,7 +230,7 @@ MUTANTS = (
     Mutant(
         "averages-of-frozen-parameters-are-left-out",
         "fds/step/residency/chunks.py",
-        "for i in sorted(set(range(len(structure.held))) - set(structure.trained)):",
+        "for i in sorted(set(range(len(structure.part_names))) - set(structure.trained)):",
         "for i in ():",
         "averages of frozen parameters hold whatever was in their new memory",
         "tests/laws/test_law_11_averages.py",
@@ -310,8 +310,8 @@ MUTANTS = (
     Mutant(
         "speculation-believes-the-first-part",
         "fds/step/residency/visit.py",
-        "self.stale.update(x.index for one",
-        "set(x.index for one",
+        "self.stale.update(x.index for chunk",
+        "set(x.index for chunk",
         "a gradient to which a rank added after its chunk was updated is lost",
         "tests/laws/test_law_11_speculation.py",
     ),
@@ -334,8 +334,8 @@ MUTANTS = (
     Mutant(
         "memory-ahead-of-another-device",
         "fds/step/residency/early.py",
-        "(held.structure, lives.device), leaves",
-        "(held.structure,), leaves",
+        "(structure, lives.device), leaves",
+        "(structure,), leaves",
         "a step that moves to a GPU writes ahead into memory of the CPU",
         "tests/laws/test_law_11_speculation.py",
     ),
@@ -350,8 +350,8 @@ MUTANTS = (
     Mutant(
         "wide-sums-narrow",
         "fds/step/sums.py",
-        "dtype=self.dtype, memory_format=torch.contiguous_format)\n        for some",
-        "memory_format=torch.contiguous_format)\n        for some",
+        "dtype=self.dtype, memory_format=torch.contiguous_format)\n        for indices",
+        "memory_format=torch.contiguous_format)\n        for indices",
         "16-bit gradients of microbatches are added in 16 bit",
         "tests/transforms/test_precision.py",
     ),
