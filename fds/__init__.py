@@ -68,6 +68,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.state import State
 
     # models that become smaller
+    from fds.compression.bake import bake
     from fds.compression.reduce_layers import reduce_layers
 
     # what it takes
@@ -158,6 +159,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.prune_weights": "prune_weights",
         "fds.step.sharding.handles": "materialize",
         "fds.state": "State",
+        "fds.compression.bake": "bake",
         "fds.compression.reduce_layers": "reduce_layers",
         "fds.profiling": "estimate_memory profile profile_memory profile_model",
         "fds.storage": "export_weights import_deepspeed import_weights load save save_async",
@@ -195,6 +197,7 @@ __all__ = [
     "add_config_arguments",
     "autocast",
     "autodiff",
+    "bake",
     "by_name",
     "check_ranks",
     "checkpoint_activations",

@@ -28,7 +28,6 @@ ROOMS = (  # in the order of data flow
     "fds.kernels",
     "fds.nn",
     "fds.profiling",
-    "fds.compression",
     "fds.curvature",
     "fds.storage",
     "fds.storage.foreign",

@@ -7,12 +7,19 @@ from fds.lazy import lazily
 if TYPE_CHECKING:
     from fds.compression import masks as masks
     from fds.compression.activations import ActivationGrid
+    from fds.compression.bake import Baked, Entry, Speed
+    from fds.compression.compressed_files import read_baked
     from fds.compression.grids import Packed, pack
 
 __getattr__, __dir__ = lazily(
     __name__,
-    {"fds.compression.activations": "ActivationGrid", "fds.compression.grids": "Packed pack"},
+    {
+        "fds.compression.activations": "ActivationGrid",
+        "fds.compression.bake": "Baked Entry Speed",
+        "fds.compression.compressed_files": "read_baked",
+        "fds.compression.grids": "Packed pack",
+    },
     submodules="masks",
 )
 
-__all__ = ["ActivationGrid", "Packed", "pack"]
+__all__ = ["ActivationGrid", "Baked", "Entry", "Packed", "Speed", "pack", "read_baked"]

@@ -1,6 +1,7 @@
 """The loss as a value: `Mean`, `functional`, `with_buffers`, `Layers` and its specs, recipes."""
 
 from fds.loss.blocks import NAMES, Block, at_blocks, first_of, row_of_one_class
+from fds.loss.chains import Structure, structure_of
 from fds.loss.layers import Layers
 from fds.loss.microbatch import (
     Found,
@@ -42,6 +43,7 @@ __all__ = [
     "Recipe",
     "Root",
     "Setting",
+    "Structure",
     "Submodules",
     "TiedLayerSpec",
     "at_blocks",
@@ -63,5 +65,6 @@ __all__ = [
     "recipe",
     "row_of_one_class",
     "run",
+    "structure_of",
     "with_buffers",
 ]

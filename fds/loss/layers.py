@@ -49,7 +49,7 @@ class Layer:
         return out, {name: new[local] for name, local in self.buffers.items()}
 
 
-class _Use(nn.Module):
+class Use(nn.Module):
     """One use of a tied layer, called through its `forward_fn`."""
 
     def __init__(self, module: nn.Module, forward_fn: Callable[..., Any]):
@@ -305,7 +305,7 @@ class Layers:
         values = dict(module.named_buffers())
         use, local = module, ""
         if spec_forward := getattr(spec, "forward_fn", None) if isinstance(spec, LayerSpec) else None:
-            use, local = _Use(module, spec_forward), "module."
+            use, local = Use(module, spec_forward), "module."
         apply = attrs.evolve(functional(use)[0], prefix=prefix)
         return Layer(
             apply,

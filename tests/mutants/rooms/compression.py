@@ -2,6 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
+BAKE = "tests/compression/test_bake.py"
 GRIDS = "tests/compression/test_grids.py"
 WEIGHTS = "tests/transforms/test_quantize_weights.py"
 
@@ -45,6 +46,22 @@ MUTANTS = (
         "            inside = clamped == clamped",
         "a number beyond torchao's grid has a gradient",
         GRIDS,
+    ),
+    Mutant(
+        "integers-that-are-not-what-the-loss-sees",
+        "fds/compression/bake.py",
+        "torch.equal(packed.numbers(), want)",
+        "True",
+        "a weight that is mixed with itself, or masked afterwards, is baked as integers alone",
+        BAKE,
+    ),
+    Mutant(
+        "scales-of-rows-lose-their-order",
+        "fds/compression/compressed_files.py",
+        "scales.repeat_interleave(rows // len(scales), 0)",
+        "scales.repeat(rows // len(scales), 1)",
+        "rows of a weight in few groups have each other's scales",
+        BAKE,
     ),
     Mutant(
         "the-period-stays",

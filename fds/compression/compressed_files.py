@@ -1,0 +1,172 @@
+"""Baked modules on disk: safetensors, with integers as compressed-tensors has them, which vLLM reads.
+
+    <module>.weight_packed   (rows, ceil(c b / 32)) int32: b bits for each of c numbers of a row, the first in the low
+                             bits, each the integer plus 2^(b-1)
+    <module>.weight_scale    (rows, groups of a row), what an integer is multiplied by
+    <module>.weight_shape    (2,) int64: rows, c
+
+config.json has `quantization_config`, of the format "pack-quantized", and under `fds` what else belongs to integers.
+
+Source: compressed-tensors 0.20.1, compressors/pack_quantized and quantization/quant_config.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fds.compression.grids import Packed, Scheme
+from fds.compression.packed_modules import Holding, hold, packed_of
+from fds.errors import StorageError, is_a
+from fds.storage.disk.files import check_path, read_errors
+from fds.storage.disk.placing import replace_files
+
+MODEL, CONFIG = "model.safetensors", "config.json"
+_DTYPES = {str(x): x for x in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
+
+
+@attrs.frozen
+class Grid:
+    """How the rows of a weight are cut into groups, as compressed-tensors says it."""
+
+    bits: int
+    group_size: int | None  # None for one scale a row
+
+    def config(self, targets: list[str]) -> dict[str, Any]:
+        """Return the entry of `config_groups` for modules of these names."""
+        strategy = "channel" if self.group_size is None else "group"
+        weights = {"num_bits": self.bits, "type": "int", "symmetric": True, "strategy": strategy}
+        more = {"group_size": self.group_size, "dynamic": False, "observer": None}
+        none = {"input_activations": None, "output_activations": None, "format": "pack-quantized"}
+        return {"targets": targets, "weights": {**weights, **more}, **none}
+
+
+def grid_of(packed: Packed) -> Grid | None:
+    """Return how compressed-tensors says a weight; None where it has no such grid."""
+    if len(packed.shape) != 2 or packed.zeros is not None or packed.bits not in (2, 4, 8):
+        return None
+    columns, group = packed.shape[1], packed.group
+    if columns * packed.bits % 8 or (group * packed.bits % 8) or (columns % group and group % columns):
+        return None
+    return Grid(packed.bits, group if group < columns else None)
+
+
+def write(module: nn.Module, folder: str | os.PathLike[str]) -> list[Path]:
+    """Write a module, and return the files; see `Baked.save`."""
+    to = check_path(folder, "folder")
+    tensors, groups, integers = dict[str, Tensor](), dict[Grid, list[str]](), dict[str, Any]()
+    held = set[str]()
+    for at, part in module.named_modules():
+        if not isinstance(part, Holding):
+            continue
+        for name in part.integers:
+            path, packed = f"{at}.{name}".lstrip("."), packed_of(part, name)
+            held.update(f"{path}_{word}" for word in ("codes", "scales", "zeros"))
+            integers[path] = _described(packed)
+            grid = grid_of(packed) if name == "weight" else None
+            if grid is None:
+                parts = {f"{path}_{word}": getattr(packed, word) for word in ("codes", "scales", "zeros")}
+                tensors |= {name: x for name, x in parts.items() if x is not None}
+                continue
+            groups.setdefault(grid, []).append(at)
+            tensors |= _compressed(path, packed)
+    tensors |= {name: x for name, x in module.state_dict().items() if name not in held}
+    plain = [at for at, part in module.named_modules() if isinstance(part, nn.Linear) and not isinstance(part, Holding)]
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{i}": grid.config(names) for i, (grid, names) in enumerate(groups.items())},
+        "ignore": plain,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+    with read_errors("read", to):
+        config = json.loads((to / CONFIG).read_text()) if (to / CONFIG).exists() else {}
+    config.pop("quantization_config", None)
+    config |= {"fds": {"integers": integers}} | ({"quantization_config": quantization} if groups else {})
+    with replace_files(to, [MODEL, CONFIG]) as hidden:
+        save_file({name: _alone(x) for name, x in tensors.items()}, hidden / MODEL, metadata={"format": "pt"})
+        (hidden / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    return [to / MODEL, to / CONFIG]
+
+
+def read_baked(folder: str | os.PathLike[str], module: nn.Module) -> nn.Module:
+    """Fill a module with what `Baked.save` wrote of one of the same structure, in place, and return it in eval mode.
+
+    Raises `StorageError` for files that cannot be read, and for a module of another structure.
+    """
+    at = check_path(folder, "folder")
+    if not is_a(module, nn.Module):
+        raise StorageError("not a module", where="module", got=repr(module)[:80], want="an nn.Module")
+    try:
+        with read_errors("read", at):
+            config, tensors = json.loads((at / CONFIG).read_text()), load_file(at / MODEL)
+        integers: dict[str, dict[str, Any]] = config["fds"]["integers"]
+    except (ValueError, KeyError, TypeError) as error:
+        want = f"{MODEL} and {CONFIG}, as Baked.save writes them"
+        raise StorageError("this is no baked model", where=str(at), got=str(error)[:200], want=want) from None
+    for path, described in integers.items():
+        parent, _, name = path.rpartition(".")
+        try:
+            hold(module.get_submodule(parent), name, _packed(path, described, tensors))
+        except (AttributeError, KeyError) as error:
+            raise StorageError(
+                "this module has another structure", where=path, got=str(error)[:200], want="that which was baked"
+            ) from error
+    names = module.state_dict().keys()
+    plain = {name: x for name, x in tensors.items() if name in names}
+    missing = [name for name in names if name not in plain and not _is_held(name, integers)]
+    if missing:
+        raise StorageError("this module has another structure", where=missing[0], got="nothing", want="a tensor")
+    module.load_state_dict(plain, strict=False)
+    return module.eval()
+
+
+def _is_held(name: str, integers: dict[str, Any]) -> bool:
+    return any(name == f"{path}_{word}" for path in integers for word in ("codes", "scales", "zeros"))
+
+
+def _described(packed: Packed) -> dict[str, Any]:
+    return {
+        "bits": packed.bits,
+        "group": packed.group,
+        "scheme": packed.scheme,
+        "shape": list(packed.shape),
+        "dtype": str(packed.dtype),
+    }
+
+
+def _compressed(path: str, packed: Packed) -> dict[str, Tensor]:
+    rows, columns = packed.shape
+    codes = packed.codes.reshape(rows, -1)
+    words = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4)).view(torch.int32)
+    scales = packed.scales.reshape(-1, max(1, columns // packed.group))
+    scales = scales.repeat_interleave(rows // len(scales), 0)
+    return {f"{path}_packed": words, f"{path}_scale": scales, f"{path}_shape": torch.tensor([rows, columns])}
+
+
+def _packed(path: str, described: dict[str, Any], tensors: dict[str, Tensor]) -> Packed:
+    bits, group, shape = described["bits"], described["group"], tuple(described["shape"])
+    scheme: Scheme = described["scheme"]
+    dtype = _DTYPES[described["dtype"]]
+    if f"{path}_packed" not in tensors:
+        codes, scales = tensors[f"{path}_codes"], tensors[f"{path}_scales"]
+        return Packed(codes, scales, tensors.get(f"{path}_zeros"), bits, group, scheme, shape, dtype)
+    rows, columns = shape
+    codes = tensors[f"{path}_packed"].view(torch.uint8)[:, : columns * bits // 8]
+    scales = tensors[f"{path}_scale"]
+    scales = scales[:: max(1, group // columns)].reshape(-1, 1)
+    return Packed(codes.reshape(rows * columns // group, -1), scales, None, bits, group, scheme, shape, dtype)
+
+
+def _alone(x: Tensor) -> Tensor:
+    """Return a tensor in memory of its own, which safetensors need."""
+    return x.detach().cpu().contiguous().clone()
