@@ -62,13 +62,13 @@ def write(module: nn.Module, folder: str | os.PathLike[str]) -> list[Path]:
     """Write a module, and return the files; see `Baked.save`."""
     to = check_path(folder, "folder")
     tensors, groups, integers = dict[str, Tensor](), dict[Grid, list[str]](), dict[str, Any]()
-    held = set[str]()
+    as_integers = set[str]()
     for at, part in module.named_modules():
         if not isinstance(part, Holding):
             continue
         for name in part.integers:
             path, packed = f"{at}.{name}".lstrip("."), packed_of(part, name)
-            held.update(f"{path}_{word}" for word in ("codes", "scales", "zeros"))
+            as_integers.update(f"{path}_{word}" for word in ("codes", "scales", "zeros"))
             integers[path] = _described(packed)
             grid = grid_of(packed) if name == "weight" else None
             if grid is None:
@@ -77,7 +77,7 @@ def write(module: nn.Module, folder: str | os.PathLike[str]) -> list[Path]:
                 continue
             groups.setdefault(grid, []).append(at)
             tensors |= _compressed(path, packed)
-    tensors |= {name: x for name, x in module.state_dict().items() if name not in held}
+    tensors |= {name: x for name, x in module.state_dict().items() if name not in as_integers}
     plain = [at for at, part in module.named_modules() if isinstance(part, nn.Linear) and not isinstance(part, Holding)]
     quantization = {
         "quant_method": "compressed-tensors",

@@ -89,8 +89,7 @@ def structure_of(loss: Any, shapes: Mapping[str, Sequence[int]], module: nn.Modu
     fits = [
         Structure(copy.deepcopy(source), {path: prefix + local for path, local in paths.items()}, prefix)
         for source, paths in options
-        if paths
-        and (prefix := _prefix({paths[at]: x.shape for at, x in source.named_parameters()}, shapes)) is not None
+        if paths and (prefix := _prefix(source, paths, shapes)) is not None
     ]
     if len(fits) != 1:
         raise LossError(
