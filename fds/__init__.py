@@ -58,6 +58,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.offload import donate, offload
     from fds.transforms.profiled import profiled
     from fds.transforms.kernels import reference_kernels, triton_kernels
+    from fds.transforms.prune_structures import prune_channels, prune_heads, prune_rows
     from fds.transforms.prune_weights import prune_weights
 
     # a parameter that is gathered when it is used, as a plain tensor
@@ -156,6 +157,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.offload": "donate offload",
         "fds.transforms.profiled": "profiled",
         "fds.transforms.kernels": "reference_kernels triton_kernels",
+        "fds.transforms.prune_structures": "prune_channels prune_heads prune_rows",
         "fds.transforms.prune_weights": "prune_weights",
         "fds.step.sharding.handles": "materialize",
         "fds.state": "State",
@@ -255,6 +257,9 @@ __all__ = [
     "profile_memory",
     "profile_model",
     "profiled",
+    "prune_channels",
+    "prune_heads",
+    "prune_rows",
     "prune_weights",
     "quantize_activations",
     "quantize_frozen",

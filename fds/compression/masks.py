@@ -18,6 +18,7 @@ from torch import Tensor
 from fds.errors import FdsError, is_number
 
 BITS = 32  # of a word of a packed mask
+ALL = 2**BITS - 1  # a word of which every bit is set
 Curve = Literal["cubic", "exponential"]
 
 
@@ -134,16 +135,17 @@ def sparse(weight: Tensor, density: float | None = None, *, block: str | None = 
     return kind.mask(weight.abs(), count).view(weight.shape)
 
 
-def top(scores: Tensor, density: float | None, *, block: str | None = None) -> Tensor:
-    """Return `sparse`'s mask of scores instead of magnitudes, 0 and 1 in their dtype; its gradient is the scores'.
+def straight_through(mask: Tensor, scores: Tensor) -> Tensor:
+    """Return a mask, 0 and 1 in the dtype of the scores, whose gradient is taken for that of the scores, (their shape).
 
-    The straight-through estimator of Sanh et al. 2020 (arXiv:2005.07683): the gradient with respect to the mask is
-    taken for that with respect to the scores, those of what is masked too. Scores may have any shape without blocks.
+    The straight-through estimator of Sanh et al. 2020 (arXiv:2005.07683): scores of what is masked have it too.
     """
-    kind = Block.parse(block)
-    count = 0 if density is None else num_kept(density, scores.numel() // (kind.of * kind.across))
-    stay = largest(scores, count) if block is None else kind.mask(scores, count).view(scores.shape)
-    return stay.to(scores.dtype) + (scores - scores.detach())
+    return mask.view(scores.shape).to(scores.dtype) + (scores - scores.detach())
+
+
+def top(scores: Tensor, density: float) -> Tensor:
+    """Return the mask of the ceil(density n) largest of n scores, straight through to them."""
+    return straight_through(largest(scores, num_kept(density, scores.numel())), scores)
 
 
 def is_share(x: Any) -> bool:

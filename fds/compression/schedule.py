@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fnmatch
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from fds import reading, tree
 from fds.compression import masks
 from fds.compression.masks import Curve
-from fds.errors import ComposeError, is_a, is_int
+from fds.compression.scores import is_score
+from fds.errors import ComposeError, StateError, is_a, is_int
 
 LATE = 8  # of so many skipped steps no mask is late
 
@@ -69,6 +73,8 @@ class Schedule:
         `final` is how many numbers the last mask keeps: past the end one that keeps more was not made in time.
         """
         due = (step >= self.start) & ((step <= self.end) | (old.sum() > final))
+        if reading.is_free(step) and not due:  # on a CPU a mask that is not needed is not made
+            return old
         return torch.where(due, make(), old)
 
 
@@ -86,3 +92,32 @@ def patterns_of(values: Any, where: str, what: str = "") -> tuple[str, ...]:
             want='say, "*.mlp.*.weight"; `*` crosses dots',
         )
     return listed
+
+
+@functools.lru_cache(2**14)
+def is_chosen(name: str, patterns: tuple[str, ...], excluded: tuple[str, ...]) -> bool:
+    """Say whether patterns choose a parameter that others do not; scores are never chosen."""
+    matches = lambda listed: any(fnmatch.fnmatch(name, pattern) for pattern in listed)
+    return matches(patterns) and not matches(excluded) and not is_score(name)
+
+
+def chosen(
+    shapes: Mapping[str, tuple[int, ...]],
+    patterns: tuple[str, ...],
+    excluded: tuple[str, ...],
+    where: str,
+    dims: tuple[int, ...] = (2, 3, 4, 5),
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights, with one of these numbers of dims, that patterns choose, by name.
+
+    Raises `StateError` for a pattern that matches nothing, and where they choose no weight.
+    """
+    tree.match([*patterns, *excluded], shapes, what=where)
+    weights = {n: shapes[n] for n in sorted(shapes) if is_chosen(n, patterns, excluded) and len(shapes[n]) in dims}
+    if not weights:
+        raise StateError(
+            f"{where}: patterns choose no weight",
+            got=tree.named([*patterns]),
+            want=f"one of {dims[0]}{' or more' * (len(dims) > 1)} dims: others are left alone",
+        )
+    return weights

@@ -33,7 +33,7 @@ ROOMS = {
     "transports": "step kernels layout collectives reading random errors",
     "profiling": f"step {BELOW_STEP}",
     "curvature": "kernels loss random collectives state tree errors",
-    "compression": "step loss layout kernels lazy nn random state tree errors storage",
+    "compression": "step loss layout kernels lazy nn optim reading random state tree errors storage",
     "transforms": f"compression step {BELOW_STEP} kernels nn plans profiling schedules",
     "nn": "collectives kernels loss random tree errors",
     "storage": "step media state layout collectives tree errors",

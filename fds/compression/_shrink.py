@@ -1,0 +1,202 @@
+"""Modules whose dimensions become smaller: what masks leave out of weights, biases and norms is not there any more.
+
+A view that prunes whole structures has a method `removed(params, call) -> list[Cut]`, which `fds.bake` asks for.
+Outputs are those of the masked module, but for rounding: a sum over fewer numbers, the others being 0, may be added up
+in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from fds.errors import StateError
+
+NUM_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads")  # attributes with a number of heads
+WIDTHS = ("all_head_size", "split_size", "inner_dim")  # and with the number of columns of all heads
+
+
+@attrs.frozen(eq=False)
+class Cut:
+    """What stays of a parameter along one dim.
+
+    Attributes:
+        name: of the parameter.
+        dim: along which it becomes shorter.
+        keep: (its length,) bool, True where it stays.
+        num_heads: of an output projection whose columns are those of heads, how many heads there are and stay.
+    """
+
+    name: str
+    dim: int
+    keep: Tensor
+    num_heads: tuple[int, int] | None = None
+
+
+def shrink(module: nn.Module, cuts: Iterable[Cut]) -> nn.Module:
+    """Return a copy of a module that is smaller, with parameters as its own but for what is cut off.
+
+    Linear layers, convolutions in one group and batch norms become ones of fewer features (of a norm its statistics
+    too). Where heads are cut, the attribute of an enclosing module that says how many there are says the new number:
+    one of `num_heads`, `n_heads`, `n_head`, `nhead`, `num_attention_heads`.
+
+    Raises `StateError` for a parameter that is not there, is tied, or of a module that computes otherwise with fewer
+    features (layer norms, say), for a `keep` of another length, and where no module says how many heads there are.
+    """
+    module = copy.deepcopy(module)
+    kept: dict[tuple[str, int], Tensor] = {}
+    heads: dict[str, tuple[int, int]] = {}
+    for cut in cuts:
+        place = cut.name, cut.dim
+        kept[place] = cut.keep & kept[place] if place in kept else cut.keep
+        if cut.num_heads is not None:
+            heads[cut.name] = cut.num_heads
+    uses = [id(p) for m in module.modules() for p in m.parameters(recurse=False)]
+    for (name, dim), keep in kept.items():
+        path, _, last = name.rpartition(".")
+        owner = _owner(module, path, last)
+        parameter = owner._parameters[last]
+        assert parameter is not None
+        if uses.count(id(parameter)) > 1:
+            raise _refused(name, owner, "a parameter that one module has: it is tied")
+        if dim >= parameter.dim() or keep.shape != (parameter.shape[dim],):
+            raise _refused(name, owner, f"{tuple(keep.shape)} along dim {dim} of {tuple(parameter.shape)}")
+        if name in heads:
+            _drop_heads(module, path, *heads[name], len(keep), int(keep.sum()))
+        for other in _together(owner, last, name):
+            _select(owner, other, dim, keep)
+    for owner in module.modules():
+        _describe(owner)
+    return module
+
+
+def _owner(module: nn.Module, path: str, last: str) -> nn.Module:
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:
+        owner = None
+    if owner is None or owner._parameters.get(last) is None:
+        raise StateError("a parameter to shrink is not there", where=f"{path}.{last}", got=type(module).__name__)
+    return owner
+
+
+def _refused(name: str, owner: nn.Module, got: str) -> StateError:
+    return StateError(
+        "a parameter cannot be made smaller",
+        where=f"{name} of {type(owner).__name__}",
+        got=got,
+        want="one of an nn.Linear, a convolution in one group, or a batch norm",
+        hint="without related=, masks stay zeros in parameters of the same shape",
+    )
+
+
+def _together(owner: nn.Module, last: str, name: str) -> Sequence[str]:
+    """Return the names in a module of what becomes shorter with one of its parameters."""
+    if isinstance(owner, nn.modules.batchnorm._BatchNorm):
+        return [n for n in ("weight", "bias", "running_mean", "running_var") if getattr(owner, n) is not None]
+    grouped = isinstance(owner, nn.modules.conv._ConvNd) and (owner.groups != 1 or owner.transposed)
+    if grouped or not isinstance(owner, nn.Linear | nn.modules.conv._ConvNd):
+        raise _refused(name, owner, repr(owner)[:80])
+    return [last]
+
+
+def _select(owner: nn.Module, last: str, dim: int, keep: Tensor) -> None:
+    """Replace a parameter or a buffer by what is kept of it."""
+    x: Any = getattr(owner, last)
+    smaller = x.detach()[(slice(None),) * dim + (keep.to(x.device),)].contiguous()
+    if isinstance(x, nn.Parameter):
+        setattr(owner, last, nn.Parameter(smaller, requires_grad=x.requires_grad))
+    else:
+        setattr(owner, last, smaller)
+
+
+def _describe(owner: Any) -> None:
+    """Have a module say what sizes it has."""
+    if isinstance(owner, nn.Linear):
+        owner.out_features, owner.in_features = owner.weight.shape
+        lengths = [owner.out_features]
+    elif isinstance(owner, nn.modules.conv._ConvNd) and owner.groups == 1 and not owner.transposed:
+        owner.out_channels, owner.in_channels = owner.weight.shape[:2]
+        lengths = [owner.out_channels]
+    elif isinstance(owner, nn.modules.batchnorm._BatchNorm) and owner.weight is not None:
+        owner.num_features = len(owner.weight)
+        return
+    else:
+        return
+    if owner.bias is not None and [len(owner.bias)] != lengths:
+        raise _refused("bias", owner, f"{len(owner.bias)} numbers for {lengths[0]} rows")
+
+
+def _drop_heads(module: nn.Module, path: str, total: int, left: int, width: int, new_width: int) -> None:
+    """Write the new number of heads where the innermost module around an output projection, or in it, says the old."""
+    parts = path.split(".")
+    for length in range(len(parts) - 1, -1, -1):
+        around = module.get_submodule(".".join(parts[:length]))
+        if isinstance(around, nn.MultiheadAttention):
+            raise _refused(path, around, "an nn.MultiheadAttention, whose heads divide its width")
+        owners: list[Any] = [m for m in around.modules() if any(getattr(m, n, None) == total for n in NUM_HEADS)]
+        for owner in owners:
+            renamed = {name: left for name in NUM_HEADS if getattr(owner, name, None) == total}
+            renamed |= {name: new_width for name in WIDTHS if getattr(owner, name, None) == width}
+            vars(owner).update(renamed)
+        if owners:
+            return
+    raise StateError(
+        "no module says how many heads there are",
+        where=path,
+        got=f"{total} heads",
+        want=f"an attribute {', '.join(NUM_HEADS)} of a module around it",
+    )
+
+
+@attrs.frozen
+class Bytes:
+    """What a weight of which 2 of each 4 numbers stay takes.
+
+    Attributes:
+        name: of the parameter.
+        dense_bytes: with its zeros.
+        held_bytes: as it is held: the same where no GPU multiplies it as a sparse one, else 9/16 of it in 16 bit.
+        least_bytes: of its numbers that stay, and two bits for the place of each.
+    """
+
+    name: str
+    dense_bytes: int
+    held_bytes: int
+    least_bytes: int
+
+
+def semi_structured(module: nn.Module, names: Iterable[str]) -> tuple[nn.Module, list[Bytes]]:
+    """Return a copy of a module whose weights of these names are torch's semi-structured tensors, and their bytes.
+
+    Linear layers multiply those faster on GPUs of compute capability 8.0 and more, for inference alone. A weight stays
+    a plain one where it is not on such a GPU, of another dtype than float16 and bfloat16, or of rows and columns that
+    are no multiples of 32 and 64: outputs are the same.
+
+    Raises `StateError` for a name that is none of a linear layer's weights, and for a weight that has more than 2
+    numbers other than 0 in 4 of a row.
+    """
+    module, report = copy.deepcopy(module), list[Bytes]()
+    for name in names:
+        path, _, last = name.rpartition(".")
+        owner = _owner(module, path, last)
+        weight = owner._parameters[last]
+        assert weight is not None
+        if not isinstance(owner, nn.Linear) or last != "weight" or weight.shape[1] % 4:
+            raise _refused(name, owner, f"{tuple(weight.shape)}, for semi-structured tensors")
+        if (weight.detach().unflatten(1, (-1, 4)) != 0).sum(-1).max() > 2:
+            raise _refused(name, owner, "more than 2 of 4 numbers other than 0")
+        rows, columns = weight.shape
+        fits = weight.dtype in (torch.float16, torch.bfloat16) and not (rows % 32 or columns % 64)
+        runs = weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= (8, 0)
+        dense = weight.numel() * weight.element_size()
+        if fits and runs:
+            sparse = torch.sparse.to_sparse_semi_structured(weight.detach())
+            setattr(owner, last, nn.Parameter(sparse, requires_grad=False))
+        report.append(Bytes(name, dense, dense * 9 // 16 if fits and runs else dense, dense // 2 + weight.numel() // 8))
+    return module, report

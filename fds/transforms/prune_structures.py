@@ -1,0 +1,414 @@
+"""Prune rows of weights with their biases: outputs of linear layers, that is.
+
+Fills:  view, memory             State:  slot `pruned_rows` (or `name`): a bit for each row
+Law:    the hand-written loop whose rows are multiplied by masks, made of weights or scores when the schedule says so
+Cost:   a pass over the weights each microbatch; where a mask is made, or for "topk" always, one more
+Source: Sanh et al. 2020, arXiv:2005.07683; "sensitivity": Michel et al. 2019, arXiv:1905.10650
+
+`prune_channels`: prune output channels of convolutions, with their biases.
+
+Fills:  view, memory             State:  slot `pruned_channels` (or `name`): a bit for each channel
+Law:    that of rows
+Cost:   that of rows
+Source: Li et al. 2017, arXiv:1608.08710
+
+`prune_heads`: prune heads of attention, by the columns of its output projection.
+
+Fills:  view, memory             State:  slot `pruned_heads` (or `name`): a bit for each head
+Law:    that of rows
+Cost:   that of rows
+Source: Michel et al. 2019, arXiv:1905.10650
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, get_args
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import loss as losses, tree
+from fds.compression import Cut, masks
+from fds.compression.masks import Curve
+from fds.compression.pieces import cuts_of, refuse_local
+from fds.compression.related import Related, following
+from fds.compression.schedule import Schedule, chosen, is_chosen, patterns_of
+from fds.compression.scores import SUFFIXES, summed
+from fds.errors import FLAG, ComposeError, Rule, StateError, count
+from fds.layout import Leaf
+from fds.step import Call, Memory, Step, fill, transform
+
+Method = Literal["l1", "topk", "sensitivity"]
+METHOD = Rule(get_args(Method).__contains__, ": there is no such method", ", ".join(map(repr, get_args(Method))))
+WORD = Rule(lambda x: isinstance(x, str) and x.isidentifier(), ": the name of a slot is a word", 'say, "pruned_more"')
+
+
+@attrs.frozen(eq=False)
+class Pruned:
+    """The view: rows, or columns of heads, times their masks, with biases and columns of what is related."""
+
+    where: str  # the transform
+    patterns: tuple[str, ...]
+    excluded: tuple[str, ...]
+    method: Method
+    schedule: Schedule
+    related: Related
+    slot: str
+    dims: tuple[int, ...]  # numbers of dims that weights may have
+    num_heads: int = 0  # 0 of rows
+    weights: set[str] = attrs.field(factory=set[str], repr=False)  # that there are, once a state was made or loaded
+    draws: ClassVar = False
+
+    def init(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
+        """Return masks in which all stays, by name, (1, words). Raises `StateError` for what cannot be pruned."""
+        weights = chosen(shapes, self.patterns, self.excluded, self.where, self.dims)
+        for name, shape in weights.items():
+            if self.num_heads and shape[1] % self.num_heads:
+                raise StateError(
+                    f"{self.where}: columns are not those of so many heads",
+                    where=name,
+                    got=f"{shape}, num_heads={self.num_heads}",
+                    want=f"a multiple of {self.num_heads} columns: an output projection, (outputs, heads * size)",
+                )
+            scores, size = self.scores_of(name), (1, self.num_heads) if self.num_heads else (shape[0], 1)
+            if self.method != "l1" and shapes.get(scores) != size:
+                raise StateError(
+                    "a weight has no scores",
+                    where=name,
+                    got=f"{scores}: {shapes.get(scores)}",
+                    want=f"a parameter of this name, {size}",
+                    hint=f"fds.compression.with_scores(module, ..., of={'heads' if self.num_heads else 'rows'!r})",
+                )
+        for name in shapes.keys() - weights.keys():
+            if is_chosen(name, self.patterns, self.excluded) and not self.num_heads and biases_of(name, shapes):
+                raise StateError(
+                    f"{self.where}: patterns choose what has a bias and no such rows",
+                    where=name,
+                    got=str(shapes[name]),
+                    want=f"weights of {' or '.join(map(str, self.dims))} dims alone; excluded=... with this one",
+                )
+        self.weights.update(weights)
+        self.related.check(weights, shapes, self.num_heads, self.where)
+        if self.method == "topk":
+            return {}
+        words = {n: -(-(self.num_heads or shape[0]) // masks.BITS) for n, shape in weights.items()}
+        return {n: torch.full((1, size), masks.ALL, dtype=torch.int64, device=device) for n, size in words.items()}
+
+    def accept(self, slot: Any, noted: Any, call: Call) -> Any:
+        """Return the masks that were made in a call, and where none was the old ones."""
+        return tree.map(lambda old, new: torch.where(new >= 0, new, old), slot, noted)
+
+    def scores_of(self, name: str) -> str:
+        """Return the name of the scores of a weight."""
+        return name + SUFFIXES["heads" if self.num_heads else "rows"]
+
+    def chooses(self, name: str) -> bool:
+        """Say whether patterns choose a parameter, which is there."""
+        return is_chosen(name, self.patterns, self.excluded) and (not self.weights or name in self.weights)
+
+    def weights_of(self, leaf: Leaf) -> list[str]:
+        """Return the names of weights whose masks a parameter is multiplied by: its own, and that it is related to."""
+        name, is_vector = leaf.name, len(leaf.shape) == 1
+        weight: str | None = name
+        if is_vector and not self.num_heads and name.rpartition(".")[2] == "bias":
+            weight = name.removesuffix("bias") + "weight"
+        elif len(leaf.shape) not in self.dims:
+            weight = None
+        # what is related to heads computes nothing that their columns do not drop
+        other = None if is_vector or self.num_heads else self.related.weight_of(name)
+        return [source for source in (weight, other) if source is not None and self.chooses(source)]
+
+    def reads(self, leaf: Leaf) -> Sequence[str]:
+        """Return the names of what makes the masks of a parameter: scores, or weights."""
+        weights = self.weights_of(leaf)
+        return (
+            [weight for weight in weights if weight != leaf.name]
+            if self.method == "l1"
+            else [*map(self.scores_of, weights)]
+        )
+
+    def __call__(self, x: Tensor, leaf: Leaf, call: Call, read: Mapping[str, Tensor]) -> Tensor:
+        """Return a parameter times its masks, and what has none as it is."""
+        weights = self.weights_of(leaf)
+        if not weights or (call.calls < self.schedule.start and self.method != "sensitivity"):
+            return x
+        for name in (*weights, leaf.name):
+            if cuts := cuts_of(name, call):
+                axis = cuts[0][0].axis
+                raise ComposeError(
+                    f"{self.where} compares all rows or heads of a weight, of which this rank has a part",
+                    where=name,
+                    got=f"dim {cuts[0][1].dim} cut by {'' if axis is None else axis.name!r}",
+                    want="excluded=... with such weights, or no tensor axis",
+                )
+        seen = x
+        for weight in weights:
+            gate = self.gate(read.get(self.scores_of(weight), read.get(weight, x)), weight, leaf, call).to(x.dtype)
+            if weight == leaf.name and self.num_heads:
+                gate = gate.repeat_interleave(x.shape[1] // self.num_heads)
+            elif weight == leaf.name or x.dim() == 1:
+                gate = gate.view(-1, *[1] * (x.dim() - 1))
+            else:  # of what takes the rows as its inputs; scores learn by what they are of
+                gate = gate.detach().repeat_interleave(x.shape[1] // len(gate)).view(1, -1, *[1] * (x.dim() - 2))
+            seen = seen * gate
+        return seen
+
+    def gate(self, source: Tensor, weight: str, leaf: Leaf, call: Call) -> Tensor:
+        """Return what rows or heads are multiplied by in this call, (rows or heads,)."""
+        if self.method == "topk":
+            gate = masks.top(source.flatten(), self.schedule.density)
+            return torch.where(call.step >= self.schedule.offset, gate, 1)
+        refuse_local(self.where, leaf.name, call)
+        if self.method == "l1":
+            scores = source.detach()
+            scores = masks.head_scores(scores, self.num_heads) if self.num_heads else masks.row_scores(scores)
+            return self.mask(scores, weight, call)
+        return self.mask(source.detach().flatten(), weight, call) * (1 + summed(source) - source.detach()).flatten()
+
+    def mask(self, scores: Tensor, weight: str, call: Call) -> Tensor:
+        """Return the mask in this call, (rows or heads,); note it where it is looked at."""
+        mask = masks.unpack(call.slots[self.slot][weight], len(scores)).bool()
+        if self.schedule.is_look(call.calls):
+            kept = self.schedule.num_kept(call.step, len(scores))
+            final = masks.num_kept(self.schedule.density, len(scores))
+            mask = self.schedule.current(call.step, mask, final, lambda: masks.largest(scores, kept).view(1, -1))
+            call.note(self.slot, weight, masks.pack(mask))
+        if self.schedule.offset > self.schedule.start:
+            mask = mask | (call.step < self.schedule.offset)
+        return mask.flatten()
+
+    def removed(self, params: Mapping[str, Tensor], call: Call) -> list[Cut]:
+        """Return what of parameters, (whole ones, by name, scores among them), an evaluation computes nothing with.
+
+        Nothing of a weight to which nothing is related: there, what takes its outputs would not fit.
+        """
+        cuts: list[Cut] = []
+        for name, x in params.items():
+            names = self.related.names_of(name) if x.dim() in self.dims and self.chooses(name) else []
+            if not names:
+                continue
+            source = x if self.method == "l1" else params[self.scores_of(name)]
+            keep = self.gate(source, name, Leaf(name, tuple(x.shape), x.dtype), call).detach() != 0
+            keep = keep.cpu()
+            if not self.num_heads:
+                cuts.append(Cut(name, 0, keep))
+                cuts += [Cut(bias, 0, keep) for bias in biases_of(name, params)]
+                for other in names:
+                    y = params[other]
+                    times = 1 if y.dim() == 1 else y.shape[1] // len(keep)
+                    cuts.append(Cut(other, int(y.dim() > 1), keep.repeat_interleave(times)))
+                continue
+            size = x.shape[1] // self.num_heads
+            cuts.append(Cut(name, 1, keep.repeat_interleave(size), (self.num_heads, int(keep.sum()))))
+            for other in names:
+                times = len(params[other]) // x.shape[1]  # 3 where queries, keys and values are one matrix
+                rows = keep.repeat_interleave(size).repeat(times)
+                if self.related.interleaved:
+                    rows = keep.repeat_interleave(size * times)
+                cuts += [Cut(each, 0, rows) for each in (other, *biases_of(other, params))]
+        return cuts
+
+
+def biases_of(weight: str, params: Mapping[str, Any]) -> list[str]:
+    """Return the name of the bias beside a weight, where there is one."""
+    bias = weight.removesuffix("weight") + "bias"
+    return [bias] if weight.rpartition(".")[2] == "weight" and bias in params else []
+
+
+def _made(
+    where: str,
+    patterns: Sequence[str],
+    times: tuple[Any, Any, Any, Any],
+    *,
+    method: Method,
+    density: Any,
+    initial: bool,
+    related: Any,
+    excluded: Any,
+    slot: str,
+    dims: tuple[int, ...],
+    num_heads: int = 0,
+    interleaved: bool = False,
+) -> Callable[[Step], Step]:
+    """Return what fills the stations of a step. Raises `ComposeError` for arguments that are none."""
+    names, out = patterns_of(patterns, where), patterns_of(excluded, where, "excluded")
+    if not masks.is_share(density):
+        raise ComposeError(f"{where} takes the share that stays", got=f"density={density!r}"[:80], want="0 < it <= 1")
+    offset, end, stride, curve = times
+    if method != "l1" and (initial or (method == "topk" and end is not None)):
+        raise ComposeError(
+            f"{where}: masks of {method!r} follow their scores",
+            got=f"initial={initial}, end={end}",
+            want='method="l1" of initial weights; no end of "topk"',
+        )
+    schedule = Schedule.of(density, offset, end, stride, curve, initial=initial, where=where)
+    takes_next = related == "next" and not num_heads
+    listed = Related() if takes_next else Related.of(names, related, where, interleaved=interleaved)
+
+    def apply(step: Step) -> Step:
+        pairs = listed
+        if takes_next:
+            modules = losses.modules_of(step.loss)
+            weights = {f"{x.prefix}{n}" for x in modules for n, p in x.module.named_parameters() if p.dim() in dims}
+            pairs = following(step.loss, sorted(n for n in weights if is_chosen(n, names, out)), where)
+        view = Pruned(where, names, out, method, schedule, pairs, slot, dims, num_heads)
+        return fill(
+            step,
+            view=view,
+            memory=Memory(slot, view.init, "named", merge="max", accept=view.accept),
+            instead=f"{where}(..., name={slot + '_2'!r})",
+            hint="give one of them another name",
+        )
+
+    return apply
+
+
+@transform(several=True, method=METHOD, initial=FLAG, name=WORD)
+def prune_rows(
+    *patterns: str,
+    density: float,
+    method: Method = "l1",
+    offset: int = 0,
+    end: int | None = None,
+    stride: int = 1,
+    curve: Curve = "cubic",
+    initial: bool = False,
+    related: str | Sequence[str] = (),
+    excluded: Sequence[str] = (),
+    name: str = "pruned_rows",
+):
+    """Multiply rows of matrices that the loss sees, and their biases, by masks: outputs of linear layers become 0.
+
+    Of the n rows of a weight the ceil(density n) with the largest scores stay; of equal ones the first. The columns of
+    what is related, which take these outputs, are multiplied by the same mask, so that nothing depends on what an
+    activation makes of 0; `fds.bake` leaves both out.
+
+    Args:
+        patterns: of names of weights, (rows, columns) (`*` crosses dots); a bias is named as its weight.
+        density: the share of rows that stays, 0 < density <= 1.
+        method: what scores are: "l1" the sum of a row's magnitudes; "topk" parameters, trained as if their gradient
+            were that of the mask, which make it in each microbatch from `offset` on; "sensitivity" decaying sums of
+            how much the loss depends on a row, to first order. Of the last two a weight's are `<name>_row_scores`,
+            which `fds.compression.with_scores` makes; those that are sums have the optimizer
+            `fds.compression.sensitivity`.
+        offset: updates before masks are in use.
+        end: updates after which masks stay as they are; None: `offset`. Not of "topk".
+        stride: updates from one mask to the next.
+        curve: of densities, "cubic" or "exponential", as `prune_weights` has them.
+        initial: take the mask of the weights as they are in the first call, in use from `offset` on. Of "l1".
+        related: patterns of names of weights that take the outputs, with as many `*` as those of the weights, each for
+            the same text; norms between them too. Of a weight with more columns than rows, each row has as many. "next"
+            finds it in `fds.Layers` and `nn.Sequential`. Without it rows become 0 and stay where they are.
+        excluded: patterns of names that are left alone.
+        name: of the slot; another one where this stands twice.
+
+    Raises `ComposeError` for anything else, where "next" cannot be told, where ranks have parts of a weight (a tensor
+    axis) or parameters of their own (`local_updates`), where stages of a pipeline part a weight from what is related,
+    and where a graph is made of the step; `StateError` at init for patterns that match no weight, weights without
+    scores, and what is related and does not fit.
+    """
+    return _made(
+        "prune_rows",
+        patterns,
+        (offset, end, stride, curve),
+        method=method,
+        density=density,
+        initial=initial,
+        related=related,
+        excluded=excluded,
+        slot=name,
+        dims=(2,),
+    )
+
+
+@transform(several=True, method=METHOD, initial=FLAG, name=WORD)
+def prune_channels(
+    *patterns: str,
+    density: float,
+    method: Method = "l1",
+    offset: int = 0,
+    end: int | None = None,
+    stride: int = 1,
+    curve: Curve = "cubic",
+    initial: bool = False,
+    related: str | Sequence[str] = (),
+    excluded: Sequence[str] = (),
+    name: str = "pruned_channels",
+):
+    """Multiply output channels of convolutions that the loss sees, and their biases, by masks.
+
+    It is `prune_rows` of weights of 3 or more dims, (channels, inputs, ...): arguments and errors are its. What is
+    related takes channels as inputs: a convolution in one group, a linear layer after a flattening (each channel has
+    as many columns), and the batch norm between, which becomes smaller with them.
+    """
+    return _made(
+        "prune_channels",
+        patterns,
+        (offset, end, stride, curve),
+        method=method,
+        density=density,
+        initial=initial,
+        related=related,
+        excluded=excluded,
+        slot=name,
+        dims=(3, 4, 5),
+    )
+
+
+@transform(
+    several=True, method=METHOD, initial=FLAG, name=WORD, num_heads=count(": {name} counts heads"), interleaved=FLAG
+)
+def prune_heads(
+    *patterns: str,
+    num_heads: int,
+    density: float,
+    method: Method = "l1",
+    offset: int = 0,
+    end: int | None = None,
+    stride: int = 1,
+    curve: Curve = "cubic",
+    initial: bool = False,
+    related: str | Sequence[str] = (),
+    interleaved: bool = False,
+    excluded: Sequence[str] = (),
+    name: str = "pruned_heads",
+):
+    """Multiply the columns of heads in output projections of attention by masks: what a head computes is not read.
+
+    Of `num_heads` heads the ceil(density num_heads) with the largest scores stay. What is related, the weights of
+    queries, keys and values, computes what nobody reads; `fds.bake` leaves its rows out, and the biases.
+
+    Args:
+        patterns: of names of output projections, (outputs, num_heads * size): head h has columns h * size on.
+        num_heads: of each of them.
+        density: the share of heads that stays, 0 < density <= 1.
+        method: as of `prune_rows`; "l1" sums the magnitudes of a head's columns, scores are `<name>_head_scores`.
+        offset: updates before masks are in use.
+        end: updates after which masks stay as they are; None: `offset`. Not of "topk".
+        stride: updates from one mask to the next.
+        curve: of densities, "cubic" or "exponential", as `prune_weights` has them.
+        initial: take the mask of the weights as they are in the first call, in use from `offset` on. Of "l1".
+        related: patterns of names of weights of queries, keys and values, with as many `*` as those of the weights:
+            (num_heads * size, inputs) each, or 2 or 3 of them in one matrix, one after another.
+        interleaved: in one matrix the queries, keys and values of one head lie together.
+        excluded: patterns of names that are left alone.
+        name: of the slot; another one where this stands twice.
+
+    Raises the errors of `prune_rows`; `StateError` at init where columns are not those of so many heads, too.
+    """
+    return _made(
+        "prune_heads",
+        patterns,
+        (offset, end, stride, curve),
+        method=method,
+        density=density,
+        initial=initial,
+        related=related,
+        excluded=excluded,
+        slot=name,
+        dims=(2,),
+        num_heads=num_heads,
+        interleaved=interleaved,
+    )
