@@ -290,3 +290,10 @@ def test_two_need_slots_of_their_own():
     prune = fds.prune_weights("*", density=0.5)
     with pytest.raises(ComposeError, match="another name"):
         fds.compose(prune, prune, fds.sgd(LR))(LOSS)
+
+
+def test_a_graph_would_keep_a_look():
+    whole = fds.compile(backend="eager", whole=True)
+    step = fds.compose(whole, fds.prune_weights("*", density=0.5), fds.sgd(LR), fds.donate())(LOSS)
+    with pytest.raises(ComposeError, match="graph"):
+        train(step, step.init(PARAMS))
