@@ -7,8 +7,8 @@ A tensor t is cast with a scale s = max(dtype) / max |t|: q = clamp(t s) in e4m3
     dx = dy W          (T, K) = (T, N) (N, K)
     dW = dy^T x        (N, K) = (N, T) (T, K)
 
-`tensorwise` has one scale a tensor, and dy in e5m2; `rowwise` a power of two for each row of the left and each column of
-the right operand, and all in e4m3. Where no GPU multiplies 8 bits, operands are cast back and multiplied in float32.
+`tensorwise` has one scale a tensor, and dy in e5m2; `rowwise` a power of two for each row of the left and each column
+of the right operand, and all in e4m3. Where no GPU multiplies 8 bits, operands are cast back and multiplied in float32.
 
 Source: Micikevicius et al. 2022, arXiv:2209.05433; torchao 0.18's `torchao.float8` with `emulate=True`, whose bits
 these are on a CPU.

@@ -9,7 +9,7 @@ Source: Micikevicius et al. 2022, arXiv:2209.05433; torchao.float8 0.18
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 from torch import nn
@@ -27,7 +27,11 @@ class Multiplying:
 
     recipe: Recipe
     names: set[str] = attrs.field(factory=set[str], repr=False)
-    is_planned: ClassVar = False
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it follows the state: never."""
+        return False
 
     def check(self, name: str, module: nn.Module) -> None:
         """Raise `ComposeError` for a module that is no nn.Linear, or that something else computes."""

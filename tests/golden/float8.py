@@ -3,8 +3,8 @@
     .venv-peers/bin/python -m pip install --target /tmp/torchao --no-deps torchao==0.18.0
     PYTHONPATH=/tmp/torchao .venv-peers/bin/python tests/golden/float8.py
 
-float8.json, per case: `y`, `dx` and `dw` of `made(case)`, flat. Numbers of a case that `adds_exactly` are quarters up to 14,
-whose scales are powers of two: all sums are the same in any order, and so on any CPU.
+float8.json, per case: `y`, `dx` and `dw` of `made(case)`, flat. Numbers of a case that `adds_exactly` are quarters to
+14, whose scales are powers of two: sums are the same in any order, and so on any CPU.
 """
 
 import dataclasses

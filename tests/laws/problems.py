@@ -408,7 +408,10 @@ TRANSFORMS: dict[str, Part] = {
     "slow_ema": Part(lambda: fds.ema(0.99, name="slow"), "after"),
     "precision": Part(lambda: fds.precision(torch.bfloat16), excludes="precision"),
     "half": Part(lambda: fds.precision(torch.float16), excludes="precision"),
-    "rounded": Part(lambda: on_linears(lambda names: fds.quantize_activations(names, bits=6, range="static"))),
+    "rounded": Part(
+        lambda: on_linears(lambda names: fds.quantize_activations(names, bits=6, range="static")), excludes="products"
+    ),
+    "eight_bits": Part(lambda: on_linears(lambda names: fds.float8(names, "rowwise")), excludes="products"),
     "references": Part(lambda: reference_kernels()),
     "prune_weights": Part(lambda: fds.prune_weights("*", density=0.5, offset=1), "view"),
     "autocast": Part(lambda: fds.autocast(torch.bfloat16), "context", "precision"),

@@ -342,7 +342,7 @@ def test_ranks_that_have_parts_of_what_a_range_is_of_are_refused():
         step(step.init(loss.init), batch(0))
 
     rows = lambda: [fds.tensor_parallel(fds.mesh(tp=2)["tp"], {"*.a": "column", "*.b": "row"})]
-    with pytest.raises(ComposeError, match=r"1\.b(.|\n)*ranks have parts of them|all features"):
+    with pytest.raises(ComposeError, match="all features"):
         fds.simulate(lambda: body(rows, {}, "*.b"), 2)
     parts = lambda: [fds.context_parallel(fds.mesh(sp=2)["sp"])]
     with pytest.raises(ComposeError, match="whole rows"):

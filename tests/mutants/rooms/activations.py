@@ -1,10 +1,34 @@
-"""Mutants of what rounds the inputs of modules."""
+"""Mutants of what rounds the inputs of modules, and of products in float8."""
 
 from tests.mutants.mutant import Mutant
 
 TESTS = "tests/transforms/test_quantize_activations.py"
 
 MUTANTS = (
+    Mutant(
+        "float8-with-scales-of-any-number",
+        "fds/compression/float8.py",
+        "scale = scale.log2().floor().exp2()",
+        "pass",
+        "scales of rows are no powers of two",
+        "tests/transforms/test_float8.py -k torchao",
+    ),
+    Mutant(
+        "float8-of-gradients-in-e4m3",
+        "fds/compression/float8.py",
+        "E5M2 if ctx.recipe",
+        "E4M3 if ctx.recipe",
+        "gradients of the recipe for tensors have the wrong format",
+        "tests/transforms/test_float8.py -k torchao",
+    ),
+    Mutant(
+        "float8-that-is-hidden",
+        "fds/transforms/float8.py",
+        'is not nn.Linear.forward or "forward" in vars(module)',
+        "is not nn.Linear.forward",
+        "what rounds the input of a layer is lost where float8 comes after it",
+        "tests/transforms/test_float8.py -k before_are",
+    ),
     Mutant(
         "activations-on-a-grid-with-its-end",
         "fds/compression/activations.py",
