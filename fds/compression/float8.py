@@ -118,8 +118,8 @@ def multiplied(
     if rowwise and fast:
         scales = scales[0].contiguous(), F.pad(scales[1], (0, more_n), value=1.0).contiguous()
     elif rowwise:
-        after, one = scales[0] * scales[1], torch.ones((), device=a.device)
-        scales = one, one
+        after, unit = scales[0] * scales[1], torch.ones((), device=a.device)
+        scales = unit, unit
     low = torch.bfloat16 if rowwise and fast and dtype is not torch.bfloat16 else dtype  # all that it returns then
     out = torch._scaled_mm(a, b, scale_a=scales[0], scale_b=scales[1], out_dtype=low, use_fast_accum=fast)  # pyright: ignore[reportPrivateUsage]
     out = out[:m, :n].to(dtype)
