@@ -23,7 +23,7 @@ WIDTHS = ("all_head_size", "split_size", "inner_dim")  # and with the number of 
 
 @attrs.frozen(eq=False)
 class Cut:
-    """What stays of a parameter along one dim.
+    """What stays of a parameter along one dim. Where nothing stays, as of scores, the parameter is not there any more.
 
     Attributes:
         name: of the parameter.
@@ -60,6 +60,9 @@ def shrink(module: nn.Module, cuts: Iterable[Cut]) -> nn.Module:
     for (name, dim), keep in kept.items():
         path, _, last = name.rpartition(".")
         owner = _owner(module, path, last)
+        if not keep.any():
+            del owner._parameters[last]
+            continue
         parameter = owner._parameters[last]
         assert parameter is not None
         if uses.count(id(parameter)) > 1:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fds import loss as losses, random, tree
+from fds.compression._shrink import Cut, shrink
 from fds.compression.compressed_files import write
 from fds.compression.grids import Packed
 from fds.compression.packed_modules import hold, unpacked
@@ -45,7 +46,7 @@ class Entry:
 
 @attrs.frozen
 class Speed:
-    """Milliseconds of a call, the median: of the baked model, and of the same numbers without integers."""
+    """Milliseconds of a call, the median: of the baked model, and of the same numbers, masked ones too, in float."""
 
     baked_ms: float
     plain_ms: float
@@ -61,12 +62,15 @@ class Baked:
     """What `bake` made.
 
     Attributes:
-        module: a plain module in eval mode, whose outputs are those of an evaluation, bit for bit.
+        module: a plain module in eval mode, whose outputs are those of an evaluation, bit for bit; to rounding, where
+            views leave out structures (`fds.compression.shrink`).
         entries: its parameters.
+        masked: the module before structures were left out; None where none were.
     """
 
     module: nn.Module
     entries: tuple[Entry, ...]
+    masked: nn.Module | None = attrs.field(default=None, repr=False)
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +94,7 @@ class Baked:
         return "\n".join([*lines, *([] if speed is None else [f"speed: {speed}"])])
 
     def measure(self, *inputs: Any, repeats: int = 20) -> Speed:
-        """Return how long a call of the module takes, and one of the same numbers without integers, in turns.
+        """Return how long a call of the module takes, and one of the masked numbers without integers, in turns.
 
         Raises `ComposeError` for no number of repeats.
         """
@@ -108,8 +112,8 @@ class Baked:
         return Speed(*map(median, times))
 
     def unpacked(self) -> nn.Module:
-        """Return a copy of the module that holds numbers in the place of integers: the same outputs, larger."""
-        module = copy.deepcopy(self.module)
+        """Return a copy of the module that holds numbers in the place of integers, and masked ones: larger."""
+        module = copy.deepcopy(self.module if self.masked is None else self.masked)
         unpacked(module)
         return module
 
@@ -130,7 +134,8 @@ def bake(step: Step, state: State, module: nn.Module | None = None) -> Baked:
     """Return the model that an evaluation of a step computes, as a plain module: weights rounded, integers packed.
 
     A weight that a view says it can pack (`packed(x, leaf, call)`) is held as integers, which are made numbers when
-    they are read; all others as the loss sees them. Outputs are those of an evaluation, bit for bit, for inputs as the
+    they are read; all others as the loss sees them. What a view says that it removes (`removed(params, call)`: rows,
+    channels, heads, scores) is not there any more. Outputs are those of an evaluation, bit for bit, for inputs as the
     loss gets them: with `fds.precision` in its dtype, with `fds.autocast` under the same. Where ranks share the state
     all of them call this, and each has the whole model.
 
@@ -149,20 +154,31 @@ def bake(step: Step, state: State, module: nn.Module | None = None) -> Baked:
     seen = tree.paths(seen_parameters(step, state))
     before = tree.paths(step.params(state))
     structure = losses.structure_of(step.loss, {name: x.shape for name, x in before.items()}, module)
-    values = {name: packed_or_seen(step, state, name, before, seen) for name in seen}
+    cuts = removed_by(step, state, before, seen)
+    shorter = {cut.name for cut in cuts}
+    values = {n: seen[n] if n in shorter else packed_or_seen(step, state, n, before, seen) for n in seen}
     _put(structure, values, step.dimensions.collect(state.buffers))
-    entries = [
-        Entry(
-            name,
-            tuple(before[name].shape),
-            x.bits if isinstance(x, Packed) else None,
-            before[name].nbytes,
-            x.num_bytes if isinstance(x, Packed) else x.nbytes,
-        )
-        for name, x in values.items()
-        if name in structure.paths.values()
-    ]
-    return Baked(structure.module.eval(), tuple(entries))
+    masked = structure.module.eval()
+    path_of = {name: path for path, name in structure.paths.items()}
+    smaller = shrink(masked, [attrs.evolve(cut, name=path_of[cut.name]) for cut in cuts if cut.name in path_of])
+    left = dict(smaller.named_parameters(remove_duplicate=False))
+    entries: list[Entry] = []
+    for name, x in values.items():
+        if name in path_of:
+            after = x.num_bytes if isinstance(x, Packed) else left[p].nbytes if (p := path_of[name]) in left else 0
+            bits = x.bits if isinstance(x, Packed) else None
+            entries.append(Entry(name, tuple(before[name].shape), bits, before[name].nbytes, after))
+    return Baked(smaller, tuple(entries), masked) if cuts else Baked(masked, tuple(entries))
+
+
+def removed_by(step: Step, state: State, before: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> list[Cut]:
+    """Return what views leave out of parameters, given those of the state and what the loss sees of them."""
+    call, cuts = Call.with_state(state, Dimensions(), training=False), list[Cut]()
+    params = {name: x.to(seen[name].dtype) if tree.is_float(seen[name]) else x for name, x in before.items()}
+    for i, view in enumerate(step.views):
+        removed: Any = getattr(view, "removed", None)
+        cuts += [] if removed is None else removed(params, call.given_to(view, "view", i))
+    return cuts
 
 
 def packed_or_seen(

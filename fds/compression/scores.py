@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fds import random, tree
+from fds.compression._shrink import Cut
 from fds.errors import FdsError, OptimizerError, is_a, is_int, is_number
 from fds.optim import Optimizer
 
@@ -84,6 +85,11 @@ def with_scores(
         path, _, last = name.rpartition(".")
         model.get_submodule(path).register_parameter(last, nn.Parameter(x))
     return model
+
+
+def dropped(name: str, params: Mapping[str, Tensor]) -> Cut:
+    """Return that nothing of scores stays."""
+    return Cut(name, 0, torch.zeros(len(params[name]), dtype=torch.bool))
 
 
 def summed(scores: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from fds.compression.masks import Curve
 from fds.compression.pieces import cuts_of, refuse_local
 from fds.compression.related import Related, following
 from fds.compression.schedule import Schedule, chosen, is_chosen, patterns_of
-from fds.compression.scores import SUFFIXES, summed
+from fds.compression.scores import SUFFIXES, dropped, summed
 from fds.errors import FLAG, ComposeError, Rule, StateError, count
 from fds.layout import Leaf
 from fds.step import Call, Memory, Step, fill, transform
@@ -180,13 +180,16 @@ class Pruned:
         return mask.flatten()
 
     def removed(self, params: Mapping[str, Tensor], call: Call) -> list[Cut]:
-        """Return what of parameters, (whole ones, by name, scores among them), an evaluation computes nothing with.
+        """Return what of parameters, whole ones by name, an evaluation computes nothing with: scores, too.
 
-        Nothing of a weight to which nothing is related: there, what takes its outputs would not fit.
+        Of a weight to which nothing is related rows stay: what takes its outputs would not fit.
         """
         cuts: list[Cut] = []
         for name, x in params.items():
-            names = self.related.names_of(name) if x.dim() in self.dims and self.chooses(name) else []
+            if x.dim() not in self.dims or not self.chooses(name):
+                continue
+            cuts += [dropped(score, params) for score in [self.scores_of(name)] if self.method != "l1"]
+            names = self.related.names_of(name)
             if not names:
                 continue
             source = x if self.method == "l1" else params[self.scores_of(name)]

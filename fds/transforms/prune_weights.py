@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.compression import masks
+from fds.compression import Cut, masks
 from fds.compression.masks import Block, Curve
 from fds.compression.pieces import Piece, refuse_local
 from fds.compression.schedule import Schedule, chosen, is_chosen, patterns_of
-from fds.compression.scores import SUFFIXES, summed
+from fds.compression.scores import SUFFIXES, dropped, summed
 from fds.errors import FLAG, ComposeError, FdsError, Rule, StateError
 from fds.layout import Leaf
 from fds.step import Call, Memory, Step, fill, transform
@@ -99,6 +99,11 @@ class PrunedWeights:
         stay = self.block.mask(scores, masks.num_kept(self.schedule.density, self.block.count(leaf.shape)))
         gate = masks.straight_through(stay, scores).to(x.dtype)
         return x * torch.where(call.step >= self.schedule.offset, gate, 1)
+
+    def removed(self, params: Mapping[str, Tensor], call: Call) -> list[Cut]:
+        """Return what of parameters, whole ones by name, an evaluation computes nothing with: scores."""
+        weights = [n for n, x in params.items() if x.dim() > 1 and is_chosen(n, self.patterns, self.excluded)]
+        return [dropped(self.scores_of(name), params) for name in weights if self.method != "l1"]
 
     def refuse_others(self, leaf: Leaf, call: Call) -> Piece | None:
         """Return the piece of a weight that this rank holds. Raises `ComposeError` where ranks have no common mask."""

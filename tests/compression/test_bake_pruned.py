@@ -1,0 +1,66 @@
+"""`bake` of pruned models: dims are smaller, scores are gone, outputs are those of an evaluation."""
+
+import pytest
+import torch
+from torch import nn
+
+import fds
+from fds.compression import sensitivity
+from tests.bits import assert_same_bits
+from tests.transforms import test_prune_structures as structures
+from tests.transforms.test_prune_structures import CASES, LR, batch, problem, train
+
+
+def trained(kind, prune, *scores, optimizer=None, zeros=False, **more):
+    _, loss, params = problem(kind, *scores, zeros=zeros, **more)
+    step = fds.compose(*prune, fds.sgd(LR) if optimizer is None else optimizer)(loss)
+    return step, train(kind, step, step.init(params))
+
+
+def compare(kind, step, state, baked, exact=False):
+    x, y = batch(kind, 99)
+    loss, want = (baked.module(x) - y).square().mean(), step.evaluate(state, [x, y])["loss"]
+    if exact:
+        assert_same_bits(loss, want)
+    else:
+        torch.testing.assert_close(loss, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_structures_that_are_left_out_are_not_there(name):
+    kind, more, prune = CASES[name]
+    step, state = trained(kind, [prune()], **more)
+    baked = fds.bake(step, state)
+    compare(kind, step, state, baked)
+    sizes = {n: tuple(m.weight.shape) for n, m in baked.module.named_modules() if n in structures.SMALLER[name]}
+    assert sizes == structures.SMALLER[name]
+    assert baked.num_bytes == sum(x.nbytes for x in baked.module.parameters())
+    smaller = bool(structures.SMALLER[name])
+    assert (baked.num_bytes < sum(entry.bytes_before for entry in baked.entries)) == smaller
+    assert (baked.masked is not None) == smaller
+    assert baked.measure(batch(kind, 0)[0], repeats=1).plain_ms > 0
+
+
+def test_masked_weights_are_zeros_and_scores_are_gone():
+    prune = [fds.prune_weights("2.weight", method="topk", density=0.25)]
+    step, state = trained(structures.multilayer, prune, ("2.weight", "weights"))
+    baked = fds.bake(step, state)
+    compare(structures.multilayer, step, state, baked, exact=True)
+    assert int((baked.module[2].weight != 0).sum()) == 24
+    assert "2.weight_scores" not in dict(baked.module.named_parameters())
+    (entry,) = [entry for entry in baked.entries if entry.name == "2.weight_scores"]
+    assert (entry.bytes_before, entry.bytes_after) == (8 * 96, 0)
+
+
+def test_rows_by_their_sensitivity_and_weights_in_integers():
+    prune = [
+        fds.prune_rows("0.weight", method="sensitivity", density=0.5, offset=2, related="2.weight"),
+        fds.quantize_weights("4.weight", bits=8),
+    ]
+    optimizer = fds.by_name({"*_scores": sensitivity(), "*": fds.sgd(LR)})
+    step, state = trained(structures.multilayer, prune, ("0.weight", "rows"), optimizer=optimizer, zeros=True)
+    baked = fds.bake(step, state)
+    compare(structures.multilayer, step, state, baked)
+    assert baked.module[0].out_features == baked.module[2].in_features == 6
+    assert [entry.bits for entry in baked.entries if entry.name == "4.weight"] == [8]
+    assert isinstance(baked.module, nn.Sequential)
