@@ -25,7 +25,6 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]  # as a module and as a file, from anywhere
 
 import attrs
-import torch
 import train_gpt
 from gpt.model import gpt
 from gpt.text import Text, read
