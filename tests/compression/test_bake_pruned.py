@@ -1,12 +1,16 @@
 """`bake` of pruned models: dims are smaller, scores are gone, outputs are those of an evaluation."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import fds
-from fds.compression import sensitivity
+from fds.compression import sensitivity, with_scores
 from tests.bits import assert_same_bits
+from tests.golden import pruning_masks as golden
 from tests.transforms import test_prune_structures as structures
 from tests.transforms.test_prune_structures import CASES, LR, batch, problem, train
 
@@ -64,3 +68,40 @@ def test_rows_by_their_sensitivity_and_weights_in_integers():
     assert baked.module[0].out_features == baked.module[2].in_features == 6
     assert [entry.bits for entry in baked.entries if entry.name == "4.weight"] == [8]
     assert isinstance(baked.module, nn.Sequential)
+
+
+NAMES = {"fc1.weight_row_scores": "fc1.row_scores", "fc2.weight_scores": "fc2.sparse_scores"}
+NAMES |= {"head.weight_head_scores": "head.head_scores"}  # of ours, those from whose names the recorded ones are drawn
+TRANSFORMS = {
+    "l1": [
+        fds.prune_rows("fc1.weight", density=0.4, offset=2, initial=True, related="fc2.weight"),
+        fds.prune_weights("head.weight", density=0.3, offset=1, initial=True),
+    ],
+    "topk": [
+        fds.prune_weights("fc2.weight", method="topk", density=0.6),
+        fds.prune_rows("fc1.weight", method="topk", density=0.5, offset=1, related="fc2.weight"),
+        fds.prune_heads("head.weight", method="topk", num_heads=golden.HEADS, density=0.5, offset=3),
+    ],
+}
+TRAININGS = json.loads((Path(golden.__file__).parent / "pruning_masks.json").read_text())["trainings"]
+
+
+@pytest.mark.parametrize("case", TRAININGS, ids=[case["name"] for case in TRAININGS])
+def test_losses_outputs_and_sizes_are_those_of_deepspeed(case):
+    module = golden.Net()
+    if case["name"] == "topk":
+        module = with_scores(with_scores(module, "fc1.weight", of="rows"), "fc2.weight")
+        module = with_scores(module, "head.weight", of="heads", num_heads=golden.HEADS)
+    apply, shapes, _ = fds.functional(module)
+    params = {name: golden.drawn(NAMES.get(name, name), x.shape) for name, x in shapes.items()}
+    loss_fn = lambda params, batch: (apply(params, batch[0]) - batch[1]).square().mean()
+    step = fds.compose(*TRANSFORMS[case["name"]], fds.sgd(golden.LR))(loss_fn)
+    state, losses = step.init(params), []
+    for call in range(golden.CALLS):
+        state, metrics = step(state, golden.rows(call))
+        losses.append(metrics["loss"].item())
+    assert losses == pytest.approx(case["losses"], rel=1e-6)
+    baked = fds.bake(step, state).module
+    outputs = baked(golden.rows(99)[0]).flatten().tolist()
+    assert outputs == pytest.approx(case["outputs"], rel=1e-5, abs=1e-6)
+    assert {name: list(x.shape) for name, x in baked.named_parameters()} == case["shapes"]

@@ -6,6 +6,8 @@ Each case of pruning_masks.json is a module of `torch.nn` with one way of prunin
 parameters and input, drawn from a seed and rounded to float32, the mask, and the sum of its outputs with their squares.
 Weights have no two equal magnitudes. A convolution's channels by l1 are not among the cases: 0.19.6 asks
 `torch.linalg.norm` for a norm over three dims, which raises.
+A training is one of TRAININGS by `init_compression`, the scheduler and `redundancy_clean`: its losses, and what the
+cleaned model returns for one more batch, and the shapes of its parameters.
 """
 
 import json
@@ -70,6 +72,82 @@ def case(index, kind, method, density):
     }
 
 
+TRAININGS = {  # of each: kind -> (modules, related modules, method, density, offset, more)
+    "l1": {"row_pruning": ("fc1", [["fc2"]], "l1", 0.4, 2, {}), "sparse_pruning": ("head", [], "l1", 0.3, 1, {})},
+    "topk": {
+        "row_pruning": ("fc1", [["fc2"]], "topk", 0.5, 1, {}),
+        "head_pruning": ("head", [], "topk", 0.5, 3, {"num_heads": HEADS}),
+        "sparse_pruning": ("fc2", [], "topk", 0.6, 0, {}),
+    },
+}
+CALLS, LR = 6, 0.1
+
+
+class Net(torch.nn.Module):
+    """Three linear layers, of which the first two are followed by an activation that keeps 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2, self.head = torch.nn.Linear(6, 16), torch.nn.Linear(16, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.fc2(torch.relu(self.fc1(x)))))
+
+
+def drawn(name, shape):
+    """Return a parameter of a training, the same whoever asks."""
+    g = torch.Generator().manual_seed(sum(map(ord, name)))
+    return torch.randn(shape, generator=g) / shape[-1] ** 0.5
+
+
+def rows(call):
+    """Return the batch of a call."""
+    g = torch.Generator().manual_seed(call)
+    return torch.randn(5, 6, generator=g), torch.randn(5, 3, generator=g)
+
+
+def training(name):
+    """Return the losses of a training in DeepSpeed, and what the cleaned model returns and has."""
+    from deepspeed.compression.compress import init_compression, redundancy_clean  # pyright: ignore[reportMissingImports]
+    from deepspeed.compression.config import get_compression_config  # pyright: ignore[reportMissingImports]
+    from deepspeed.compression.scheduler import compression_scheduler  # pyright: ignore[reportMissingImports]
+
+    kinds = {}
+    for kind, (module, related, method, density, offset, more) in TRAININGS[name].items():
+        shared = {"enabled": True, "schedule_offset": offset, "method": method, **more}
+        group = {"params": {"dense_ratio": density}, "modules": [module]}
+        kinds[kind] = {
+            "shared_parameters": shared,
+            "different_groups": {"group": group | ({"related_modules": related} if related else {})},
+        }
+    config = {"compression_training": kinds, "train_batch_size": 1}
+    model = init_compression(Net(), config)
+    for path, p in model.named_parameters():
+        p.data = drawn(path.replace("mask_scores", "scores").replace("pruning_scores", "scores"), p.shape)
+    for module in model.modules():  # whose masks are of the weights that it had before
+        for kind in ("sparse", "row"):
+            if getattr(module, f"{kind}_pruning_method", None) == "l1":
+                density = getattr(module, f"{kind}_pruning_ratio")
+                getattr(module, f"enable_{kind}_pruning")(density, "l1")
+    known = get_compression_config(config)
+    known["sparse_pruning"]["shared_parameters"]["schedule_offset_end"] = CALLS  # which 0.19.6 reads and never writes
+    scheduler = compression_scheduler(model, known)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    scheduler.step(step_zero_check=True)
+    losses = []
+    for call in range(CALLS):
+        x, y = rows(call)
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    clean = redundancy_clean(model, config)
+    shapes = {path: list(p.shape) for path, p in clean.named_parameters()}
+    return {"name": name, "losses": losses, "outputs": clean(rows(99)[0]).flatten().tolist(), "shapes": shapes}
+
+
 def main():
     """Write the file."""
     import deepspeed  # pyright: ignore[reportMissingImports]
@@ -77,7 +155,8 @@ def main():
     cases = [case(index, *one) for index, one in enumerate(CASES)]
     versions = {"deepspeed": deepspeed.__version__, "torch": torch.__version__}
     lines = ",\n".join(json.dumps(one) for one in cases)
-    text = f'{{"versions": {json.dumps(versions)}, "cases": [\n{lines}\n]}}\n'
+    trainings = ",\n".join(json.dumps(training(name)) for name in TRAININGS)
+    text = f'{{"versions": {json.dumps(versions)}, "cases": [\n{lines}\n], "trainings": [\n{trainings}\n]}}\n'
     (HERE / "pruning_masks.json").write_text(text)
 
 
