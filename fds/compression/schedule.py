@@ -20,7 +20,7 @@ from fds.errors import ComposeError, StateError, is_a, is_int
 LATE = 8  # of so many skipped steps no mask is late
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Schedule:
     """From the update `offset` on masks are in use; from `start` to `end` they are made, every `stride` updates.
 
@@ -52,6 +52,10 @@ class Schedule:
             raise ComposeError(f"{where}: initial weights give one mask", got=f"end={end!r}", want="initial=True alone")
         start, last = (0, 0) if initial else (offset, last)
         return cls(density, offset, start, last, stride, curve)
+
+    def __repr__(self) -> str:
+        until = f" to {self.end}, every {self.stride}, {self.curve}" if self.end > self.start else ""
+        return f"density {self.density:g} from update {self.offset}{until}"
 
     def is_look(self, calls: int) -> bool:
         """Say whether masks are looked at in the call after so many others."""

@@ -45,7 +45,7 @@ METHOD = Rule(get_args(Method).__contains__, ": there is no such method", ", ".j
 WORD = Rule(lambda x: isinstance(x, str) and x.isidentifier(), ": the name of a slot is a word", 'say, "pruned_more"')
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Pruned:
     """The view: rows, or columns of heads, times their masks, with biases and columns of what is related."""
 
@@ -60,6 +60,10 @@ class Pruned:
     num_heads: int = 0  # 0 of rows
     weights: set[str] = attrs.field(factory=set[str], repr=False)  # that there are, once a state was made or loaded
     draws: ClassVar = False
+
+    def __repr__(self) -> str:
+        kind = f"{self.num_heads} heads" if self.num_heads else "rows"
+        return f"masks of {kind} of {tree.named(self.patterns)} by {self.method}: {self.schedule}"
 
     def init(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
         """Return masks in which all stays, by name, (1, words). Raises `StateError` for what cannot be pruned."""

@@ -32,7 +32,7 @@ WORD = Rule(lambda x: isinstance(x, str) and x.isidentifier(), ": the name of a 
 Method = Literal["l1", "topk", "snip_momentum"]
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class PrunedWeights:
     """The view: weights times their masks; and the rule of the slot of masks."""
 
@@ -43,6 +43,9 @@ class PrunedWeights:
     schedule: Schedule
     slot: str
     draws: ClassVar = False
+
+    def __repr__(self) -> str:
+        return f"masks of {tree.named(self.patterns)} by {self.method}: {self.schedule}"
 
     def init(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
         """Return masks of weights that all stay, by name, (rows, words). Raises `StateError` for no weights."""

@@ -412,3 +412,12 @@ def test_a_pattern_of_what_is_related_may_match_other_weights():
     assert small[1].output.in_features == 3
     x, y = batch(multilayer, 99)
     close((small(x) - y).square().mean(), step.evaluate(state, [x, y])["loss"])
+
+
+def test_a_step_says_what_it_prunes():
+    _, loss, params = problem(transformer)
+    heads = fds.prune_heads("*.out.weight", num_heads=HEADS, density=0.5, offset=2, end=6, stride=2)
+    step = fds.compose(heads, fds.prune_weights("*.qkv.weight", block="2:4"), fds.sgd(LR))(loss)
+    text = str(step.describe(step.init(params)))
+    assert "masks of 4 heads of *.out.weight by l1: density 0.5 from update 2 to 6, every 2, cubic" in text
+    assert "masks of *.qkv.weight by l1: density 0.5 from update 0" in text
