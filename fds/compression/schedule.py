@@ -17,7 +17,7 @@ from fds.compression.masks import Curve
 from fds.compression.scores import is_score
 from fds.errors import ComposeError, StateError, is_a, is_int
 
-LATE = 8  # of so many skipped steps no mask is late
+LATE, LATER = 8, 64  # of LATE skipped steps no single mask is late; a look is a selection of the largest on a GPU
 
 
 @attrs.frozen(repr=False)
@@ -26,8 +26,8 @@ class Schedule:
 
     Whether a mask is looked at is decided on the host, by calls; whether and how it is made, by updates applied, which
     the host does not know: each skipped step puts these behind. So it is looked at in the calls start, start + stride,
-    ... to `end`, in the LATE calls after that, and in later ones at distances that double: there it is made if it could
-    not be before.
+    ... to `end`, in the LATE calls after that, and then in each of LATER: there it is made if it could not be before,
+    as in a run that begins with masks later on.
     """
 
     density: float
@@ -62,7 +62,7 @@ class Schedule:
         if calls <= self.end:
             return calls >= self.start and (calls - self.start) % self.stride == 0
         late = calls - self.end
-        return late <= LATE or late & (late - 1) == 0
+        return late <= LATE or late % LATER == 0
 
     def num_kept(self, step: Tensor, count: int) -> int | Tensor:
         """Return how many of `count` blocks stay in a mask that is made after `step` updates."""

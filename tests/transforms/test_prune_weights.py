@@ -139,6 +139,15 @@ def test_masks_that_are_made_several_times_are_made_later_after_a_skipped_step()
     assert_is(step, state, by_hand(due, gradual, range(12), bad=BAD))
 
 
+def test_a_run_that_goes_on_with_masks_makes_them_soon(tmp_path):
+    plain = fds.compose(fds.sgd(LR))(LOSS)
+    fds.save(tmp_path, train(plain, plain.init(PARAMS), range(70)), plain)
+    step = fds.compose(fds.prune_weights("*.weight", density=0.5), fds.sgd(LR))(LOSS)
+    state, _ = fds.load(tmp_path, step, PARAMS, slots="init")
+    looked = train(step, state, range(70, 129))
+    assert all(masks_of(looked)[name].mean() == 0.5 for name in WEIGHTS)
+
+
 def test_two_of_four_numbers_of_a_row_stay():
     step = composed(block="2:4", offset=2)
 

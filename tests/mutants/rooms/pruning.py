@@ -35,7 +35,7 @@ MUTANTS = (
     Mutant(
         "a-late-mask-is-never-made",
         "fds/compression/schedule.py",
-        "return late <= LATE or late & (late - 1) == 0",
+        "return late <= LATE or late % LATER == 0",
         "return False",
         "a step that is skipped loses a mask for ever",
         WEIGHTS,
