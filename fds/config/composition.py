@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fds.config import compression
 from fds.config.field import AUTO, NotYet
 from fds.config.function_call import (
     AxisOf,
@@ -23,6 +24,7 @@ from fds.config.function_call import (
 from fds.config.keys import Groups, optimizer
 from fds.config.keys.step import DTYPES
 from fds.config.keys.zero import STAGE_3
+from fds.config.modules import Parts
 from fds.config.record import Config
 from fds.errors import ConfigError, MeshError, NotSupportedError, did_you_mean
 from fds.layout import MOST_BYTES
@@ -32,13 +34,22 @@ AXES = ("dp", "node", "replicate", "pp", "sp", "tp")  # of a mesh; rows differ a
 EMBEDDINGS = "*embed*"  # a pattern where there is no module to read the names from
 
 
-def calls(config: Groups, axes: Mapping[str, int], embeddings: Sequence[str] | None = None) -> tuple[FunctionCall, ...]:
-    """Return the calls for a mesh, and for embeddings of these names; None where nobody knows them.
+def calls(
+    config: Groups, axes: Mapping[str, int], embeddings: Sequence[str] | None = None, parts: Parts | None = None
+) -> tuple[FunctionCall, ...]:
+    """Return the calls for a mesh, and for embeddings and modules of these names; None where nobody knows them.
 
     Raises `NotSupportedError`, `ConfigError`, and `MeshError` for a mesh without `dp`.
     """
     check_supported(config)
-    composed, config = compose_supported(config, axes, (EMBEDDINGS,) if embeddings is None else embeddings)
+    composed, config = compose_supported(config, axes, (EMBEDDINGS,) if embeddings is None else embeddings, parts)
+    if parts is None and (key := compression.asks_for_modules(config)):
+        raise ConfigError(
+            "nobody knows which modules are meant",
+            where=key,
+            got="true, without a module",
+            want="fds.initialize(module, ...), or config.transforms(mesh, model=module)",
+        )
     if embeddings is None and _sends_rows(config):
         raise ConfigError(
             "nobody knows which parameters are embeddings",
@@ -52,7 +63,7 @@ def calls(config: Groups, axes: Mapping[str, int], embeddings: Sequence[str] | N
 
 
 def compose_supported(
-    config: Groups, axes: Mapping[str, int], embeddings: Sequence[str] = (EMBEDDINGS,)
+    config: Groups, axes: Mapping[str, int], embeddings: Sequence[str] = (EMBEDDINGS,), parts: Parts | None = None
 ) -> tuple[tuple[FunctionCall, ...], Groups]:
     """Return the calls for the keys that fds supports, and the resolved configuration."""
     config = config.resolve(world_size=data_ranks(axes))
@@ -64,12 +75,16 @@ def compose_supported(
         FunctionCall("context_parallel", (AxisOf("sp"),)) if axes.get("sp", 1) > 1 else None,
         _tensor_parallel(config),
         _frozen_weights(config),
+        *compression.pruning(config, parts, "l1"),  # of weights as they are, which are rounded then
+        *compression.weight_quantization(config, parts),
+        *compression.pruning(config, parts, "topk"),
         _precision(config, axes),
         offload_call(config, low=compute_dtype(config) != torch.float32),
         _autocast(config),
         _recomputation(config, axes),
         _kept_tokens(config),
         _layer_drop(config),  # after what joins layers, to be given single ones
+        *compression.activation_quantization(config, parts),
         loss_scale_call(config),
         _finite(config),
         _profile(config),

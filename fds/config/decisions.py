@@ -242,6 +242,18 @@ random_ltd: kept tokens are rounded down below `min_value`, to 0 where that is l
     the last ones are left out; a load has `train_micro_batch_size_per_gpu` such microbatches | `initialize` makes
     both; padding counts, a longer sample is refused, none is left out; a microbatch is one |
     config/test_sampling | test_batches_of_tokens_have_a_rate_that_follows_their_rows_on_any_number_of_ranks
+`compression_training`: a regular expression that names no module is ignored, and groups without `modules` end in an
+    error of `re` | the first is refused, with the modules that there are; the others are of all modules |
+    config/test_compressed_training | test_groups_that_name_nothing_are_refused_and_all_modules_are_a_group
+`weight_quantization` where weights are used: `rounding` is not read | it is |
+    config/test_compressed_training | test_weights_are_rounded_where_they_are_used_as_the_key_says
+`sparse_pruning` by size: the scheduler raises a KeyError; and weights are rounded, and then masked | it trains; weights
+    are masked, and then rounded (not by `"topk"`): the same but where a mask takes what a scale is of |
+    config/test_compressed_training | test_masks_by_size_are_deepspeeds_and_weights_train_under_them
+`channel_pruning` by size ends in an error of `torch.linalg.norm`; of pruned rows and channels what is related is cut
+    off at the end and not before, so that biases, norms and activations of zeros count till then | it trains; what is
+    related is masked from the start | config/test_compressed_training |
+    test_what_is_related_is_masked_from_the_start_and_channels_go_by_size
 unknown keys inside `compile`, which earlier releases had, are refused | left out with a warning |
     config/test_reading | test_keys_of_other_releases_inside_compile_pass
 a `cycle_max_mom` of 1, betas of 1, a dampening below 0, a first loss scale below the least: taken, and divided by 0 or

@@ -27,6 +27,10 @@ from fds.transforms.offload import offload
 from fds.transforms.pipeline import pipeline
 from fds.transforms.precision import autocast, precision
 from fds.transforms.profiled import profiled
+from fds.transforms.prune_structures import prune_channels, prune_heads, prune_rows
+from fds.transforms.prune_weights import prune_weights
+from fds.transforms.quantize_activations import quantize_activations
+from fds.transforms.quantize_weights import quantize_weights
 from fds.transforms.random_ltd import random_ltd
 from fds.transforms.shard_optimizer import shard_optimizer
 from fds.transforms.tensor_parallel import tensor_parallel
@@ -48,7 +52,13 @@ FUNCTIONS = {  # path below fds -> function; everything that a configuration may
             pipeline,
             precision,
             profiled,
+            prune_channels,
+            prune_heads,
+            prune_rows,
+            prune_weights,
+            quantize_activations,
             quantize_frozen,
+            quantize_weights,
             random_ltd,
             shard_optimizer,
             skip_nonfinite,

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from fds.collectives import Mesh, init_distributed, mesh as make_mesh, worlds
 from fds.collectives.launch import launched
 from fds.config.composition import axes_of, calls, data_ranks, embeddings_of
+from fds.config.compression import asks_for_modules
+from fds.config.modules import Parts
 from fds.config.reading import Unknown
 from fds.config.sampling import draws_by_tokens, microbatches_of, order_of, rate_of
 from fds.config.training import TrainingConfig
@@ -93,6 +95,7 @@ def initialize(
     order = None if training_data is None else order_of(config, _data_axis(mesh), training_data)
     if isinstance(order, TokenBatches):
         schedule = rate_of(config, order, _data_axis(mesh), schedule, optimizer)
+    model = config.with_scores(model) if isinstance(model, nn.Module) else model
     loss_fn, params = loss_and_params(model, loss)
     step = compose(*_frozen(model), *transforms, *_transforms(config, mesh, model, optimizer, schedule))(loss_fn)
     _check_tensor_axis(step, mesh)
@@ -206,7 +209,9 @@ def _check_given_once(config: TrainingConfig, optimizer: Any, schedule: Any) -> 
 
 
 def _transforms(config: TrainingConfig, mesh: Mesh, model: Any, optimizer: Any, schedule: Any) -> list[Any]:
-    configured = list(calls(config, mesh.shape, embeddings_of(model) if isinstance(model, nn.Module) else None))
+    embeddings = embeddings_of(model) if isinstance(model, nn.Module) else None
+    parts = Parts.of(model) if asks_for_modules(config) else None
+    configured = list(calls(config, mesh.shape, embeddings, parts))
     if config.optimizer is not None and config.optimizer.type is not None:
         if schedule is not None:  # no change if it is the JSON's
             configured[-1] = attrs.evolve(configured[-1], args=(schedule,))

@@ -9,20 +9,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import attrs
-from torch import nn
+from torch import Tensor, nn
 
 from fds.collectives import Axis, Mesh, worlds
 from fds.config import composition
 from fds.config.composition import clipping_call, loss_scale_call
+from fds.config.compression import asks_for_modules, student_of, with_scores
 from fds.config.explain import explanation
 from fds.config.field import Argument, Edition
 from fds.config.function_call import FunctionCall, difficulty_call, optimizer_call, random_ltd_call, schedule_call
 from fds.config.keys import Groups
+from fds.config.modules import Parts
 from fds.config.reading import Unknown, auto_paths, naming_the_option, read, with_known_keys
 from fds.config.record import Config, UnknownKeyError
 from fds.curvature import Eigenvalue, top_eigenvalue
 from fds.debugging import dump_state
 from fds.errors import ComposeError, ConfigError, FdsError, MeshError, nearest
+from fds.loss import Layers
 from fds.monitors import CSV, Comet, Console, Monitor, Sink, TensorBoard, WandB, monitor
 from fds.schedules.curve import Curve
 from fds.state import State
@@ -81,7 +84,9 @@ class TrainingConfig(Groups):
             composition.check_supported(self)
         return None if call is None else call.build(None)
 
-    def transforms(self, mesh: Mesh, *, model: nn.Module | None = None) -> tuple[Transform, ...]:
+    def transforms(
+        self, mesh: Mesh, *, model: nn.Module | Layers | None = None, factors: Mapping[str, float] | None = None
+    ) -> tuple[Transform, ...]:
         """Return the transforms and the optimizer, for `fds.compose(*config.transforms(mesh))(loss)`.
 
         Batch sizes and `"auto"` are resolved for the mesh: its axis `dp` has the data ranks, `pp` (optional) the stages
@@ -91,17 +96,51 @@ class TrainingConfig(Groups):
 
         Args:
             mesh: of all ranks.
-            model: the module whose parameters `step.init` gets, by the same names; it is read for `sparse_gradients`
-                alone, which is of its embeddings.
+            model: the module, or `Layers`, whose parameters `step.init` gets, by the same names; it is read for
+                `sparse_gradients`, which is of a module's embeddings, and for the modules of `compression_training`.
+            factors: of weights whose bits fall (MoQ), by patterns of their names, as `fds.quantize_weights` takes them:
+                `{block: x.normalized for block, x in config.eigenvalues(...).items()}`.
 
         Raises `NotSupportedError`, naming all keys, for features that fds does not support yet; `ConfigError` for batch
-        sizes that do not multiply, and for `sparse_gradients` without a module; `MeshError` for a mesh without `dp`;
+        sizes that do not multiply, and for keys that need a module without one; `MeshError` for a mesh without `dp`;
         `ComposeError` for a model that is no module.
         """
-        if model is not None and not isinstance(model, nn.Module):
-            raise ComposeError("not a module", where="model", got=repr(model)[:60], want="an nn.Module, or None")
-        embeddings = None if model is None else composition.embeddings_of(model)
-        return tuple(call.build(mesh) for call in composition.calls(self, _sizes(mesh), embeddings))
+        if model is not None and not isinstance(model, nn.Module | Layers):
+            raise ComposeError(
+                "not a module", where="model", got=repr(model)[:60], want="an nn.Module, Layers, or None"
+            )
+        embeddings = composition.embeddings_of(model) if isinstance(model, nn.Module) else None
+        parts = Parts.of(model) if model is not None and asks_for_modules(self) else None
+        if parts is not None and factors:
+            parts = attrs.evolve(parts, factors=factors)
+        return tuple(call.build(mesh) for call in composition.calls(self, _sizes(mesh), embeddings, parts))
+
+    def with_scores(self, model: nn.Module) -> nn.Module:
+        """Return a copy of a module that has the scores which pruning by `"topk"` learns, or itself without such keys.
+
+        They are parameters beside the weights, as `fds.compression.with_scores` makes them; those that are there stay.
+        `fds.initialize` does so by itself.
+
+        Raises `ConfigError` for groups that name no module, and a module that two name.
+        """
+        return with_scores(self, model)
+
+    def reduce_layers(
+        self, params: Mapping[str, Tensor], student: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Return the parameters with which a student of `compression_training.layer_reduction` begins, copies.
+
+        Its layer i is layer `teacher_layer[i]` of the teacher. Without `student` all else is the teacher's too, as
+        `fds.reduce_layers` has it; with it only the modules of `other_module_name` are, and the rest are the student's.
+        Where the key is not enabled nothing is reduced.
+
+        Args:
+            params: the teacher's, by name.
+            student: its own, by name, of as many layers as it is to have.
+
+        Raises `ConfigError` for a teacher without such layers, and a student that is not like it.
+        """
+        return student_of(self, params, student)
 
     def monitor(self, mesh: Mesh) -> Monitor:
         """Return the monitor that `tensorboard`, `csv_monitor`, `wandb`, `comet` and `steps_per_print` ask for.
@@ -163,7 +202,9 @@ class TrainingConfig(Groups):
         return memory_breakdown(every=(printed_every(resolved) or 1) if resolved.logging.memory_breakdown else None)
 
     def eigenvalues(self, loss: Any, params: Any, batch: Any, *, axis: Axis | None = None) -> dict[str, Eigenvalue]:
-        """Return the curvature of the layers that `eigenvalue` names, by `fds.curvature.top_eigenvalue`.
+        """Return the curvature of the layers that `eigenvalue`, or `quantize_training.eigenvalue`, names.
+
+        It is that of `fds.curvature.top_eigenvalue`.
 
         A layer is a block of its own, `"bert.encoder.layer.0.*"`. Whoever trains decides when: after any step, with
         `step.params(state)`. Where the key is not enabled nothing is measured.
@@ -176,11 +217,13 @@ class TrainingConfig(Groups):
 
         Raises `ConfigError` for `layer_num` 0, and what `top_eigenvalue` raises.
         """
-        asked = self.eigenvalue
+        moq = not self.eigenvalue.enabled
+        asked = self.quantize_training.eigenvalue if moq else self.eigenvalue
         if not asked.enabled:
             return {}
         if not asked.layer_num:
-            raise ConfigError("there are no layers to measure", where="eigenvalue.layer_num", got="0", want="1 or more")
+            where = "quantize_training.eigenvalue.layer_num" if moq else "eigenvalue.layer_num"
+            raise ConfigError("there are no layers to measure", where=where, got="0", want="1 or more")
         blocks = [f"{asked.layer_name}.{i}.*" for i in range(asked.layer_num)]
         return top_eigenvalue(
             loss,

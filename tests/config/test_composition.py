@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fds
 from fds.config import TrainingConfig
@@ -14,6 +15,7 @@ from fds.config.composition import axes_of, calls
 from fds.config.field import Argument, keys
 from fds.config.function_call import FUNCTIONS, AxisOf, FunctionCall
 from fds.config.keys import optimizer
+from fds.config.modules import Parts
 from fds.config.record import Config, record_of
 from fds.errors import ConfigError, MeshError, NotSupportedError
 
@@ -828,9 +830,56 @@ ON |= {
         ("gamma", {"enabled": True}, 0.01, 0.01),
     )
 }
+MODULES = Parts.of(nn.ModuleDict({"a": nn.Linear(4, 4), "ab": nn.Conv2d(2, 2, 1)}))
+
+
+def technique(key, params, shared):
+    groups = {"g": {"params": params, "modules": ["a"]}}
+    return {
+        "compression_training": {key: {"shared_parameters": {"enabled": True} | shared, "different_groups": groups}}
+    }
+
+
+FLOAT16 = {"fp16": {"enabled": True}}
+FALLING = {"start_bits": 8, "target_bits": 4, "quantization_period": 10}
+MIXED = {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.5}}
+WEIGHTS = {"quantize_weight_in_forward": True}
+ON |= {
+    f"compression_training.{key}.shared_parameters.{name}": (technique(key, params, shared) | FLOAT16, value, then)
+    for key, params, name, shared, value, then in (
+        ("weight_quantization", FALLING, "enabled", {"enabled": False}, True, None),
+        ("weight_quantization", FALLING, "schedule_offset", {}, 5, 5),
+        ("weight_quantization", FALLING, "quantize_groups", {}, 2, 2),
+        ("weight_quantization", FALLING, "quantization_type", {}, "asymmetric", False),
+        ("weight_quantization", FALLING, "rounding", {}, "stochastic", "stochastic"),
+        ("weight_quantization", FALLING | {"quantization_period": 1}, "quantize_weight_in_forward", {}, True, 4),
+        ("weight_quantization", FALLING, "fp16_mixed_quantize.enabled", {}, True, 0.001),
+        ("weight_quantization", FALLING, "fp16_mixed_quantize.quantize_change_ratio", MIXED, 0.25, 0.25),
+        ("activation_quantization", {"bits": 8}, "enabled", {"enabled": False}, True, None),
+        ("activation_quantization", {"bits": 8}, "quantization_type", {}, "asymmetric", False),
+        ("activation_quantization", {"bits": 8}, "range_calibration", {}, "static", "static"),
+        ("activation_quantization", {"bits": 8}, "schedule_offset", {}, 5, 5),
+        ("sparse_pruning", {"dense_ratio": 0.5}, "enabled", {"enabled": False}, True, None),
+        ("sparse_pruning", {"dense_ratio": 0.5}, "schedule_offset", {}, 5, 5),
+        *(
+            (key, {"dense_ratio": 0.5}, name, before | heads, value, then)
+            for key, heads in (("row_pruning", {}), ("channel_pruning", {}), ("head_pruning", {"num_heads": 4}))
+            for name, before, value, then in (
+                ("enabled", {"enabled": False}, True, None),
+                ("schedule_offset", {}, 5, 5),
+                ("method", {"method": "topk"}, "l1", "l1"),
+            )
+        ),
+        ("head_pruning", {"dense_ratio": 0.5}, "num_heads", {"num_heads": 4}, 2, 2),
+    )
+}
 WITH = {  # what goes with it
+    **{
+        f"compression_training.{key}_pruning.shared_parameters.method": {(f"prune_{key}s", "initial")}
+        for key in ("row", "channel", "head")
+    },
     # gradients travel in the parameters' dtype still, and are summed in it
-    "data_types.grad_accum_dtype": {("precision", "reduce")}
+    "data_types.grad_accum_dtype": {("precision", "reduce")},
 }
 OTHER: dict[str, Any] = {
     "betas": [0.5, 0.25],
@@ -889,7 +938,7 @@ def bound(call: FunctionCall) -> dict[tuple[str, str], Any]:
 
 
 def found(said: dict[str, Any], axes: dict[str, int]) -> dict[tuple[str, str], Any]:
-    made = calls(TrainingConfig.of(merged(BATCH, said)), axes, ["embed.weight"])
+    made = calls(TrainingConfig.of(merged(BATCH, said)), axes, ["embed.weight"], MODULES)
     return {place: value for call in made for place, value in bound(call).items()}
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fds
 from fds.config import TrainingConfig
 from fds.errors import ConfigError, NotSupportedError
+from tests.golden.compressed_modules import MODELS, filled
 
 LOSS = fds.Layers([nn.Linear(4, 8), *[torch.tanh] * 22, nn.Linear(8, 3)], nn.MSELoss())  # layers 1 to 22 keep tokens
 
@@ -364,7 +365,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
                 }
             }
         },
-        ["compression_training.layer_reduction.enabled"],
+        [],
     ),
     "weight quantization": (
         compressed(
@@ -386,7 +387,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
                 "wq2": group({"start_bits": 4, "target_bits": 4, "quantization_period": 50}, ["attention.output"]),
             },
         ),
-        ["compression_training.weight_quantization.shared_parameters.enabled"],
+        [],
     ),
     "activation quantization": (
         compressed(
@@ -394,7 +395,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
             {"quantization_type": "asymmetric", "range_calibration": "dynamic", "schedule_offset": 50},
             {"aq1": group({"bits": 8}, ["attention.output"])},
         ),
-        ["compression_training.activation_quantization.shared_parameters.enabled"],
+        [],
     ),
     "sparse pruning": (
         compressed(
@@ -410,11 +411,11 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
             },
             {},
         ),
-        ["compression_training.sparse_pruning.shared_parameters.enabled"],
+        ["compression_training.sparse_pruning.shared_parameters.method"],
     ),
     "row pruning": (
         compressed("row_pruning", METHOD, {"rp1": group(HALF, ["intermediate.dense"], [["layer.\\w+.output.dense"]])}),
-        ["compression_training.row_pruning.shared_parameters.enabled"],
+        [],
     ),
     "head pruning": (
         compressed(
@@ -422,7 +423,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
             {**METHOD, "schedule_offset": 10, "num_heads": 12},
             {"rp1": group(HALF, ["attention.output.dense"], [["self.query", "self.key", "self.value"]])},
         ),
-        ["compression_training.head_pruning.shared_parameters.enabled"],
+        [],
     ),
     "channel pruning": (
         compressed(
@@ -430,7 +431,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
             {**METHOD, "schedule_offset": 0},
             {"cp1": group(HALF, ["layer....conv1"], [["layer....conv2", "layer....bn1"]])},
         ),
-        ["compression_training.channel_pruning.shared_parameters.enabled"],
+        [],
     ),
     "checkpoint options": (
         {
@@ -448,7 +449,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
     "0.3.0: FP16Config": ({"fp16": {"enabled": True}}, []),
 }
 OLD = {"thread_count": "intra_op_parallelism", "prefer_large_batch": "prefer_larger_batch"}  # the page -> 0.19.6
-RUN = [name for name, (_, keys) in EXAMPLES.items() if not keys]
+OF_MODULES = {  # which the model must have
+    *("weight quantization", "activation quantization", "row pruning", "head pruning", "channel pruning")
+}
+RUN = [name for name, (_, keys) in EXAMPLES.items() if not keys and name not in OF_MODULES]
 
 
 def parsed(name: str, nvme: Path = Path("/local_nvme")) -> TrainingConfig:
@@ -496,7 +500,21 @@ def test_an_example_is_explained_by_its_composition_and_a_step_of_it_runs(name, 
     assert first == second and math.isfinite(first) and first > 0
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in RUN])
+@pytest.mark.filterwarnings("ignore::fds.errors.LossWarning")  # of a residual network in eval mode
+@pytest.mark.parametrize("name", sorted(OF_MODULES))
+def test_an_example_of_modules_is_composed_for_a_model_that_has_them_and_a_step_of_it_runs(name):
+    make, given = MODELS["ResNet" if name == "channel pruning" else "Bert"]
+    config = parsed(name)
+    half = TrainingConfig.of(config.to_dict() | {"fp16": {"enabled": True, "initial_scale_power": 4}})
+    model = half.with_scores(filled(make()))
+    apply, params, _ = fds.functional(model)
+    transforms = half.transforms(fds.mesh(dp=1), model=model)
+    step = fds.compose(*transforms, fds.adamw(1e-3))(lambda params, x: apply(params, x).float().square().mean())
+    _, metrics = step(step.init(params), given)
+    assert math.isfinite(float(metrics["loss"])) and not metrics["skipped"]
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if EXAMPLES[name][1]])
 def test_an_example_of_what_is_not_there_is_refused_by_its_keys(name):
     config, (_, refused) = parsed(name), EXAMPLES[name]
     with pytest.raises(NotSupportedError) as e:

@@ -31,6 +31,7 @@ weight_grids.json: what quantizers of DeepSpeed and torchao make of weights; wei
 curriculum_losses.json: those of trainings with a curriculum by length; curriculum_losses.py says of which.
 pruning_masks.json: the masks of its compressed modules, and what these return; pruning_masks.py says of which.
 quantized_activations.json: what modules make of quantized inputs; quantized_activations.py says of which.
+compressed_modules.json: outputs and masks of compressed models; compressed_modules.py says of which.
 float16_scales.json: the loss scale of every step of small trainings in float16; float16_scales.py says of which.
 partitions.json, per case: `spread` is what 0.19.6 returns; `bottleneck` what the versions before 0.12.5 did, which
 are asked where a file of theirs is given, and else kept as they were:

@@ -38,10 +38,11 @@ PruningGroupConfig(ModuleGroupConfig): A group of pruning, of any kind.
 
 SparsePruningSharedConfig [part of method]: `shared_parameters` of sparse pruning. The keys below `method` are for
         snip_momentum.
-    enabled: bool = False | make single weights zero | not yet: pruning of single weights, or of blocks of them
-    schedule_offset: int = 1000; steps; >= 0; docs 0 | calls of the step before it begins | part of enabled
+    enabled: bool = False | make single weights zero | prune_weights(): one for each group
+    schedule_offset: int = 1000; steps; >= 0; docs 0 | updates before it begins | prune_weights(offset=)
     method: Literal["l1", "topk", "snip_momentum"] = "l1" | how weights are ranked: l1, by size, once; topk, by scores
-        that are learned; snip_momentum, in blocks, by weight times gradient | part of enabled
+        that are learned; snip_momentum, in blocks, by weight times gradient | not yet but for 'l1', 'topk': sums by an
+        optimizer of their own: fds.prune_weights(method="snip_momentum")
     block_pattern: str = "4x1" | blocks that go as one (4x1), or how many of how many stay (2:4)
     dense_ratio: float = 0.1; > 0; <= 1 | share of all weights that is kept at the end
     schedule_offset_end: int|None = None; steps; >= 0; no null | calls of the step after which no more is pruned;
@@ -56,21 +57,23 @@ SparsePruningConfig: `sparse_pruning`.
         shared_parameters.enabled
     ! shares
 
-RowPruningSharedConfig: `shared_parameters` of row and channel pruning.
-    enabled: bool = False | make whole outputs zero | not yet: pruning of rows or channels
-    schedule_offset: int = 1000; steps; >= 0; docs 0 | calls of the step before it begins
-    method: Literal["l1", "topk"] = "l1" | how weights are ranked: l1, by size, once; topk, by scores that are learned
+RowPruningSharedConfig [prune_rows|prune_channels(=)]: `shared_parameters` of row and channel pruning.
+    enabled: bool = False | make whole outputs zero | prune_rows|prune_channels(): one for each group
+    schedule_offset: int = 1000; steps; >= 0; docs 0 | updates before it begins | prune_rows|prune_channels(offset=)
+    method: Literal["l1", "topk"] = "l1" | how weights are ranked: l1, by size, once; topk, by scores that are learned |
+        (=)
 
 RowPruningConfig: `row_pruning` and `channel_pruning`, which have the same keys.
     shared_parameters: RowPruningSharedConfig | for all groups
     = different_groups
     ! groups dense_ratio
 
-HeadPruningSharedConfig: `shared_parameters` of head pruning.
-    enabled: bool = False | make whole heads zero | not yet: pruning of attention's heads
-    = schedule_offset
-    method: Literal["l1", "topk"] = "topk" | how weights are ranked: l1, by size, once; topk, by scores that are learned
-    num_heads: int|None = None; heads; > 0 | heads of a layer before pruning
+HeadPruningSharedConfig [prune_heads(=)]: `shared_parameters` of head pruning.
+    enabled: bool = False | make whole heads zero | prune_heads(): one for each group
+    schedule_offset: int = 1000; steps; >= 0; docs 0 | updates before it begins | prune_heads(offset=)
+    method: Literal["l1", "topk"] = "topk" | how heads are ranked: l1, by size, once; topk, by scores that are learned |
+        (=)
+    num_heads: int|None = None; heads; > 0 | heads of a layer before pruning | (=)
     ! needed enabled num_heads
 
 HeadPruningConfig: `head_pruning`.
@@ -78,28 +81,32 @@ HeadPruningConfig: `head_pruning`.
     = different_groups
     ! groups dense_ratio
 
-MixedQuantizationConfig [part of shared_parameters.enabled]: `fp16_mixed_quantize`: a weighted mean of weights and
+MixedQuantizationConfig [quantize_weights(=)]: `fp16_mixed_quantize`: a weighted mean of weights and
         quantized weights, whose quantized share grows.
-    enabled: bool = False | mix them
-    quantize_change_ratio: float = 0.001; >= 0 | how much the quantized share grows with a step
+    enabled: bool = False | mix them, where bits fall | quantize_weights(mixing=)
+    quantize_change_ratio: float = 0.001; >= 0 | how much the quantized share grows with a step |
+        quantize_weights(mixing=)
 
-WeightQuantizationSharedConfig: `shared_parameters` of weight quantization.
-    enabled: bool = False | train with quantized weights | not yet: training with quantized weights
+WeightQuantizationSharedConfig [quantize_weights(=)]: `shared_parameters` of weight quantization.
+    enabled: bool = False | train with quantized weights | quantize_weights(): one for each group, of the
+        weights of its modules, which fds.initialize reads
     quantizer_kernel: bool = False | quantize in a fused kernel | n/a: which kernel computes a formula is fds's choice
-    schedule_offset: int = 0; steps; >= 0 | calls of the step before it begins
-    quantize_groups: int = 1; > 0 | parts of a weight, each with a scale of its own
+    schedule_offset: int = 0; steps; >= 0 | updates before it begins | quantize_weights(offset=)
+    quantize_groups: int = 1; > 0 | parts of a weight, each with a scale of its own | quantize_weights(groups=): "rows"
+        of embeddings that are quantized where they are used
     quantize_verbose: bool = False | print when bits change | n/a: a step prints nothing
     quantization_type: Literal["symmetric", "asymmetric"] = "symmetric" | whether the range is about zero or from the
-        least to the greatest value
+        least to the greatest value | quantize_weights(symmetric=)
     rounding: Literal["nearest", "stochastic"] = "nearest" | how values are rounded to the grid
     quantize_weight_in_forward: bool = False | quantize where a weight is used, not where it is updated; float32 needs
-        this
+        this | quantize_weights(bits=): true, those at the end at once
     fp16_mixed_quantize: MixedQuantizationConfig | mix both weights for a while
 
-WeightBitsConfig [part of shared_parameters.enabled]: `params` of a group of weight quantization.
-    start_bits: int|None = None; bits; > 0 | bits of a weight at first
-    target_bits: int|None = None; bits; > 0 | bits of a weight at the end
-    quantization_period: int = 1; steps; >= 0 | steps for the first bit to go; each later one takes twice
+WeightBitsConfig [quantize_weights(=)]: `params` of a group of weight quantization.
+    start_bits: int|None = None; bits; > 0 | bits of a weight at first | quantize_weights(bits=)
+    target_bits: int|None = None; bits; > 0 | bits of a weight at the end | quantize_weights(bits=)
+    quantization_period: int = 1; steps; >= 0 | steps for the first bit to go; each later one takes twice |
+        quantize_weights(period=)
     ! order target_bits start_bits
 
 WeightQuantizationGroupConfig(ModuleGroupConfig): A group of weight quantization.
@@ -111,15 +118,16 @@ WeightQuantizationConfig: `weight_quantization` of compression.
         shared_parameters.enabled
     ! groups start_bits target_bits
 
-ActivationQuantizationSharedConfig: `shared_parameters` of activation quantization.
-    enabled: bool = False | train with quantized inputs of layers | not yet: training with quantized activations
-    = quantization_type
+ActivationQuantizationSharedConfig [quantize_activations(=)]: `shared_parameters` of activation quantization.
+    enabled: bool = False | train with quantized inputs of layers | quantize_activations(): one for each group
+    quantization_type: Literal["symmetric", "asymmetric"] = "symmetric" | whether the range is about zero or from the
+        least to the greatest value | quantize_activations(symmetric=)
     range_calibration: Literal["dynamic", "static"] = "dynamic"; docs "static" | take the range from each token, or from
-        a running mean
-    schedule_offset: int = 1000; steps; >= 0; docs 0 | calls of the step before it begins
+        a running mean | quantize_activations(range=)
+    schedule_offset: int = 1000; steps; >= 0; docs 0 | updates before it begins | quantize_activations(offset=)
 
 ActivationBitsConfig: `params` of a group of activation quantization.
-    bits: int|None = None; bits; > 0 | bits of an activation; 0.19.6 has 4 and 8 | part of shared_parameters.enabled
+    bits: int|None = None; bits; > 0 | bits of an activation; 0.19.6 has 4 and 8 | quantize_activations(bits=)
 
 ActivationQuantizationGroupConfig(ModuleGroupConfig): A group of activation quantization.
     params: ActivationBitsConfig | bits
@@ -131,7 +139,7 @@ ActivationQuantizationConfig: `activation_quantization` of compression.
     ! groups bits
 
 LayerReductionConfig: `layer_reduction`: a student of fewer layers is initialized with layers of a teacher.
-    enabled: bool = False | copy layers of a teacher into a student | not yet: layers of a teacher for a student
+    enabled: bool = False | copy layers of a teacher into a student | `config.reduce_layers(params)`: before `step.init`
     keep_number_layer: int|None = None; layers; > 0 | layers of the student
     module_name_prefix: str|None = None | path of the list of layers, in both
     teacher_layer: tuple[int, ...]|None = None | which layer of the teacher each of the student's gets

@@ -1,0 +1,235 @@
+"""`compression_training` as calls of fds, and what it needs of parameters: a student's layers, scores.
+
+Source: `compression/basic_layer.py`, `compress.py` and `scheduler.py`, and `runtime/quantize.py` of DeepSpeed 0.19.6.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fds.compression import scores
+from fds.compression.reduce_layers import reduce_layers
+from fds.compression.scores import SUFFIXES, Of
+from fds.config.function_call import FunctionCall
+from fds.config.keys import Groups
+from fds.config.modules import ROOT, Group, Parts, groups_of, with_related
+from fds.errors import ConfigError, StateError
+
+_COMPUTING = ("linear", "transposed", "convolution")
+_WEIGHTS = (*_COMPUTING, "embedding")
+_TECHNIQUES = (
+    *("weight_quantization", "activation_quantization"),
+    *("sparse_pruning", "row_pruning", "head_pruning", "channel_pruning"),
+)
+
+
+def asks_for_modules(config: Groups) -> str:
+    """Return the path of a key that compresses modules of a model; "" where there is none."""
+    techniques = ((key, getattr(config.compression_training, key)) for key in _TECHNIQUES)
+    asking = (key for key, technique in techniques if technique.shared_parameters.enabled)
+    return next((f"{ROOT}.{key}.shared_parameters.enabled" for key in asking), "")
+
+
+def weight_quantization(config: Groups, model: Parts | None) -> Iterator[FunctionCall]:
+    """Yield the calls that round weights, for each group one, and one for its embeddings."""
+    technique = config.compression_training.weight_quantization
+    shared = technique.shared_parameters
+    if not shared.enabled:
+        return
+    check_signs(config, model)
+    in_forward, mixed = shared.quantize_weight_in_forward, shared.fp16_mixed_quantize
+    if not in_forward and not config.fp16.enabled:
+        raise ConfigError(
+            "weights are quantized where they are updated in float16 alone",
+            where=f"{ROOT}.weight_quantization.shared_parameters.quantize_weight_in_forward, fp16.enabled",
+            got="false and false",
+            want="true in one of them",
+        )
+    for group in groups_of(technique, "weight_quantization", model, *_WEIGHTS):
+        start, target, period = group.params.start_bits, group.params.target_bits, group.params.quantization_period
+        falls = not in_forward and start != target
+        if falls and period == 0:
+            raise ConfigError(
+                "bits would fall in each call",
+                where=f"{group.path}.params.quantization_period",
+                got="0, and start_bits above target_bits",
+                want="1 or more calls for the first bit to go",
+            )
+        per_row = in_forward and model is not None  # of embeddings, as they compute; where updated all are cut alike
+        kinds = _COMPUTING if per_row else _WEIGHTS
+        cuts = [(group.weights(model, *kinds), shared.quantize_groups)]
+        if per_row:
+            cuts.append((group.weights(model, "embedding"), "rows"))
+        for names, cut in cuts:
+            if names:
+                yield FunctionCall.of(
+                    "quantize_weights",
+                    *names,
+                    bits=(start, target) if falls else target,
+                    groups=None if cut == 1 else cut,
+                    symmetric=shared.quantization_type == "symmetric",
+                    rounding=shared.rounding,
+                    offset=shared.schedule_offset,
+                    period=period if falls else 1,
+                    factors=_factors(names, model) if falls and model is not None else None,
+                    mixing=mixed.quantize_change_ratio if mixed.enabled and not in_forward else None,
+                )
+
+
+def _factors(patterns: Sequence[str], model: Parts) -> dict[str, Any] | None:
+    """Return the factors of weights that match these patterns, None for none."""
+    weights = [name for pattern in patterns for name in fnmatch.filter(model.names, pattern)]
+    return {block: x for block, x in model.factors.items() if fnmatch.filter(weights, block)} or None
+
+
+def activation_quantization(config: Groups, model: Parts | None) -> Iterator[FunctionCall]:
+    """Yield the calls that round what modules are given."""
+    technique = config.compression_training.activation_quantization
+    shared = technique.shared_parameters
+    if not shared.enabled:
+        return
+    for group in groups_of(technique, "activation_quantization", model, *_COMPUTING):
+        slot = _slot("activation_ranges", group, technique) if shared.range_calibration == "static" else {}
+        yield FunctionCall.of(
+            "quantize_activations",
+            group.paths(model, *_COMPUTING),
+            bits=group.params.bits,
+            symmetric=shared.quantization_type == "symmetric",
+            range=shared.range_calibration,
+            offset=shared.schedule_offset,
+            **slot,
+        )
+
+
+def pruning(config: Groups, model: Parts | None, method: str) -> Iterator[FunctionCall]:
+    """Yield the calls that prune by size, "l1", or by learned scores, "topk": masks of the first are of weights."""
+    yield from _sparse(config, model, method)
+    yield from _structured(config, model, method)
+
+
+def _sparse(config: Groups, model: Parts | None, method: str) -> Iterator[FunctionCall]:
+    """Yield the calls that make single weights zero."""
+    technique = config.compression_training.sparse_pruning
+    shared = technique.shared_parameters
+    if not shared.enabled or shared.method != method:
+        return
+    for group in groups_of(technique, "sparse_pruning", model, *_COMPUTING):
+        yield FunctionCall.of(
+            "prune_weights",
+            *group.weights(model, *_COMPUTING),
+            method=method,
+            density=group.params.dense_ratio,
+            offset=shared.schedule_offset,
+            initial=method == "l1",
+            **_slot("pruned_weights", group, technique),
+        )
+
+
+_STRUCTURES: dict[str, tuple[str, str, str, Of]] = {  # technique -> function, its slot, kind of module, of scores
+    "row_pruning": ("prune_rows", "pruned_rows", "linear", "rows"),
+    "head_pruning": ("prune_heads", "pruned_heads", "linear", "heads"),
+    "channel_pruning": ("prune_channels", "pruned_channels", "convolution", "rows"),
+}
+
+
+def _structured(config: Groups, model: Parts | None, method: str) -> Iterator[FunctionCall]:
+    """Yield the calls that make outputs of layers zero, and heads of attention, with what is related."""
+    for key, (function, slot, kind, _) in _STRUCTURES.items():
+        technique = config.compression_training[key]
+        shared = technique.shared_parameters
+        asked = shared.enabled and shared.method == method
+        groups = groups_of(technique, key, model, kind) if asked else []
+        sets = [(group, *names) for group in groups for names in with_related(group, model, kind)]
+        for i, (group, weights, related) in enumerate(sets, 1):
+            yield FunctionCall.of(
+                function,
+                *weights,
+                **({"num_heads": shared.num_heads} if key == "head_pruning" else {}),
+                density=group.params.dense_ratio,
+                method=method,
+                offset=shared.schedule_offset,
+                initial=method == "l1",
+                related=related,
+                name=slot if len(sets) == 1 else f"{slot}_{i}",
+            )
+
+
+def with_scores(config: Groups, model: nn.Module) -> nn.Module:
+    """Return a module with the scores that pruning learns; see `TrainingConfig.with_scores`."""
+    parts, names = Parts.of(model), {name for name, _ in model.named_parameters()}
+    learned: dict[str, tuple[tuple[str, ...], Of]] = {"sparse_pruning": (_COMPUTING, "weights")}
+    learned |= {key: ((kind,), of) for key, (_, _, kind, of) in _STRUCTURES.items()}
+    for key, (kinds, of) in learned.items():
+        technique = config.compression_training[key]
+        shared = technique.shared_parameters
+        if not shared.enabled or shared.method != "topk":
+            continue
+        heads = {"num_heads": shared.num_heads} if key == "head_pruning" else {}
+        weights = [part.weight for group in groups_of(technique, key, parts, *kinds) for part in group.parts or ()]
+        if missing := [glob.escape(name) for name in weights if name + SUFFIXES[of] not in names]:
+            model = scores.with_scores(model, *missing, of=of, **heads)
+    return model
+
+
+def check_signs(config: Groups, model: Parts | None) -> None:
+    """Raise `ConfigError` for weights that are made zero by size and then rounded to a sign, which zero has too."""
+    asked = config.compression_training
+    if model is None:
+        return
+    pruned: dict[str, str] = {}
+    kinds = {"sparse_pruning": _COMPUTING} | {key: (kind,) for key, (_, _, kind, _) in _STRUCTURES.items()}
+    for key, of in kinds.items():
+        shared = asked[key].shared_parameters
+        groups = groups_of(asked[key], key, model, *of) if shared.enabled and shared.method == "l1" else []
+        pruned |= {part.weight: group.path for group in groups for part in group.parts or ()}
+    for group in groups_of(asked.weight_quantization, "weight_quantization", model, *_WEIGHTS):
+        both = [part for part in group.parts or () if part.weight in pruned and group.params.target_bits == 1]
+        if both:
+            raise ConfigError(
+                "a weight of one bit is never zero",
+                where=f"{group.path}.params.target_bits, {pruned[both[0].weight]}",
+                got=f"1, and pruning by size, of {both[0].path}",
+                want='2 bits or more, which have a zero, "topk", or other modules',
+            )
+
+
+def _slot(usual: str, group: Group, technique: Any) -> dict[str, str]:
+    """Return a name of a group's slot, where there are several groups."""
+    several = len(technique.different_groups) > 1
+    return {"name": f"{usual}_{re.sub(r'[^a-zA-Z0-9_]', '_', group.name)}"} if several else {}
+
+
+def student_of(config: Groups, params: Mapping[str, Tensor], student: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Return the parameters of a student that begins with layers of a teacher: see `TrainingConfig.reduce_layers`."""
+    asked = config.compression_training.layer_reduction
+    if not asked.enabled:
+        return dict(params if student is None else student)
+    where = f"{ROOT}.layer_reduction"
+    if asked.teacher_layer is None or asked.module_name_prefix is None:
+        missing = "teacher_layer" if asked.teacher_layer is None else "module_name_prefix"
+        raise ConfigError("nobody knows which layers are kept", where=f"{where}.{missing}", got="null", want="a value")
+    try:
+        reduced = reduce_layers(params, asked.teacher_layer, prefix=glob.escape(asked.module_name_prefix))
+    except StateError as error:
+        raise ConfigError(
+            error.what, where=f"{where}.teacher_layer, module_name_prefix", got=error.got, want=error.want
+        ) from None
+    if student is None:
+        return reduced
+    copied = tuple(f"{path}." for path in (asked.module_name_prefix, *(asked.other_module_name or ())))
+    begun = {name: reduced.get(name, x) if name.startswith(copied) else x for name, x in student.items()}
+    for name, x in student.items():
+        if begun[name].shape != x.shape or (name.startswith(copied) and name not in reduced):
+            raise ConfigError(
+                "the student is not one of this teacher",
+                where=f"{where}, {name}",
+                got=f"{tuple(x.shape)}" + ("" if name in reduced else ", and the teacher has no such parameter"),
+                want=f"{tuple(begun[name].shape)}, as the teacher has",
+            )
+    return {name: x.detach().clone() for name, x in begun.items()}
