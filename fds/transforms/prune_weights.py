@@ -90,8 +90,15 @@ class PrunedWeights:
     def __call__(self, x: Tensor, leaf: Leaf, call: Call, read: Mapping[str, Tensor]) -> Tensor:
         """Return a weight times its mask, and what is none of the weights as it is."""
         sums = self.method == "snip_momentum"
-        if not self.prunes(leaf) or (call.calls < self.schedule.start and not sums):
+        if not (self.prunes(leaf) and x.is_floating_point()) or (call.calls < self.schedule.start and not sums):
             return x
+        if tuple(x.shape) != leaf.shape:
+            raise ComposeError(
+                "prune_weights: a state holds a weight in another shape than its own",
+                where=leaf.name,
+                got=f"{leaf.shape} for {tuple(x.shape)}: another view encodes it",
+                want="excluded=... with this one",
+            )
         scores = read.get(self.scores_of(leaf.name))
         if scores is None:
             return x * self.mask(x, x.detach().abs(), leaf, call).view(x.shape)

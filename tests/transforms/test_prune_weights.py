@@ -295,6 +295,20 @@ def test_ranks_with_parameters_of_their_own_make_no_common_mask():
     fds.simulate(on_ranks, 2)
 
 
+def test_integers_are_left_alone_and_codes_refused():
+    params = {"w": torch.randn(4, 32), "table": torch.arange(8).view(2, 4)}
+    loss_fn = lambda params, x: (x @ params["w"].T + params["table"][0]).square().mean()
+    x = torch.randn(3, 32)
+    step = fds.compose(fds.prune_weights("*", density=0.5), fds.sgd(LR))(loss_fn)
+    state, _ = step(step.init(params), x)
+    assert torch.equal(state.params["table"], params["table"])
+    coded = fds.compose(
+        fds.freeze("w"), fds.quantize_frozen(), fds.prune_weights("*", density=0.5), fds.skip_nonfinite(), fds.sgd(LR)
+    )(lambda params, x: loss_fn(params, x) * params["scale"])
+    with pytest.raises(ComposeError, match="another shape"):
+        coded(coded.init(params | {"scale": torch.ones(())}), x)
+
+
 def test_two_need_slots_of_their_own():
     prune = fds.prune_weights("*", density=0.5)
     with pytest.raises(ComposeError, match="another name"):

@@ -67,8 +67,8 @@ MUTANTS = (
     Mutant(
         "evaluations-are-not-masked",
         "fds/transforms/prune_weights.py",
-        "        if not self.prunes(leaf) or (",
-        "        if not call.training or not self.prunes(leaf) or (",
+        "        if not (self.prunes(leaf) and x",
+        "        if not (call.training and self.prunes(leaf) and x",
         "an evaluation sees the weights under the masks",
         WEIGHTS,
     ),
