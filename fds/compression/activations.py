@@ -39,6 +39,17 @@ class ActivationGrid:
         seen = x.detach()
         return self.between(x, seen.amin(dims, keepdim=True), seen.amax(dims, keepdim=True))
 
+    def by_range(self, x: Tensor, range_: Tensor) -> Tensor:
+        """Return x on the grid of a range, (2,) -least and greatest; of zeros, which is none, on that of all of x."""
+        if not x.numel():
+            return x
+        used = torch.where((range_ == 0).all(), self.seen(x, range_), range_)
+        return self.between(x, -used[0], used[1])
+
+    def seen(self, x: Tensor, like: Tensor) -> Tensor:
+        """Return the range of all of x, which is not empty."""
+        return torch.stack([-x.detach().amin(), x.detach().amax()]).to(like.dtype)
+
     def between(self, x: Tensor, least: Tensor, greatest: Tensor) -> Tensor:
         """Return x on the grid of a range, whose ends are broadcast to it; in float32 or wider, cast back."""
         return _Rounded.apply(x, least, greatest, self.bits, self.symmetric)  # pyright: ignore[reportReturnType]
@@ -72,6 +83,34 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None, None, None, None
+
+
+@attrs.frozen(eq=False)
+class RoundedInputs:
+    """A hook before the forward of a plain module, that puts what it is given on a grid.
+
+    Attributes:
+        grid: which.
+        per: whose range it is; "all" for that of the module's buffer `input_range`, (-least, greatest), or, where that
+            is zeros, of all that it is given.
+    """
+
+    grid: ActivationGrid
+    per: Per | Literal["all"]
+
+    @classmethod
+    def put(cls, module: nn.Module, grid: ActivationGrid, per: Per | Literal["all"], range_: Tensor) -> None:
+        """Put one before a module."""
+        module.register_forward_pre_hook(cls(grid, per), with_kwargs=True)
+        if per == "all":
+            module.register_buffer("input_range", range_.clone())
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return arguments with the first one rounded."""
+        key, x = ("", args[0]) if args else next(iter(kwargs.items()))
+        kwargs = {word: value for word, value in kwargs.items() if word != key}
+        q = self.grid.by_groups(x, self.per) if self.per != "all" else self.grid.by_range(x, module.input_range)  # pyright: ignore[reportArgumentType]
+        return (q, *args[1:]), kwargs
 
 
 def is_convolution(module: nn.Module) -> bool:

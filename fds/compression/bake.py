@@ -158,6 +158,9 @@ def bake(step: Step, state: State, module: nn.Module | None = None) -> Baked:
     shorter = {cut.name for cut in cuts}
     values = {n: seen[n] if n in shorter else packed_or_seen(step, state, n, before, seen) for n in seen}
     _put(structure, values, step.dimensions.collect(state.buffers))
+    for change in step.modules:
+        if (bake_calls := getattr(change, "bake", None)) is not None:
+            bake_calls(structure.module, structure.prefix, Call.with_state(state, Dimensions(), training=False))
     masked = structure.module.eval()
     path_of = {name: path for path, name in structure.paths.items()}
     smaller = shrink(masked, [attrs.evolve(cut, name=path_of[cut.name]) for cut in cuts if cut.name in path_of])

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from fds.compression.activations import ActivationGrid, RoundedInputs
 from fds.compression.grids import Packed, Scheme
 from fds.compression.packed_modules import Holding, hold, packed_of
 from fds.errors import StorageError, is_a
@@ -91,7 +92,9 @@ def write(module: nn.Module, folder: str | os.PathLike[str]) -> list[Path]:
     with read_errors("read", to):
         config = json.loads((to / CONFIG).read_text()) if (to / CONFIG).exists() else {}
     config.pop("quantization_config", None)
-    config |= {"fds": {"integers": integers}} | ({"quantization_config": quantization} if groups else {})
+    config |= {"fds": {"integers": integers, "inputs": _inputs(module)}} | (
+        {"quantization_config": quantization} if groups else {}
+    )
     with replace_files(to, [MODEL, CONFIG]) as hidden:
         save_file({name: _alone(x) for name, x in tensors.items()}, hidden / MODEL, metadata={"format": "pt"})
         (hidden / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -121,6 +124,9 @@ def read_baked(folder: str | os.PathLike[str], module: nn.Module) -> nn.Module:
             raise StorageError(
                 "this module has another structure", where=path, got=str(error)[:200], want="that which was baked"
             ) from error
+    for path, described in config["fds"].get("inputs", {}).items():
+        grid = ActivationGrid(described["bits"], described["symmetric"])
+        RoundedInputs.put(module.get_submodule(path), grid, described["per"], torch.zeros(2))
     names = module.state_dict().keys()
     plain = {name: x for name, x in tensors.items() if name in names}
     missing = [name for name in names if name not in plain and not _is_held(name, integers)]
@@ -128,6 +134,13 @@ def read_baked(folder: str | os.PathLike[str], module: nn.Module) -> nn.Module:
         raise StorageError("this module has another structure", where=missing[0], got="nothing", want="a tensor")
     module.load_state_dict(plain, strict=False)
     return module.eval()
+
+
+def _inputs(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return how modules round what they are given, by path."""
+    hooks = [(path, x) for path, part in module.named_modules() for x in part._forward_pre_hooks.values()]
+    rounds = {path: x for path, x in hooks if isinstance(x, RoundedInputs)}
+    return {path: {**attrs.asdict(x.grid), "per": x.per} for path, x in rounds.items()}
 
 
 def _is_held(name: str, integers: dict[str, Any]) -> bool:

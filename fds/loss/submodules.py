@@ -60,6 +60,10 @@ class SubmoduleRule(Protocol):
         """Return what the module returns; in backward, which may run it again, `call` is None."""
         ...
 
+    def bake(self, name: str, module: nn.Module, call: Any) -> None:
+        """Have a plain module compute what it is in an evaluation with this call."""
+        ...
+
 
 def at_submodules(losses: Sequence[Any], patterns: str | Sequence[str], rule: SubmoduleRule, where: str) -> Submodules:
     """Return the module map by which modules of some losses, those of training and evaluation, follow a rule.
@@ -152,6 +156,14 @@ class Submodules:
                 self.rule.check(name, part)
                 _keep_from_fused_paths(module, path)
                 part.forward = _through(self, name, part)
+
+    def bake(self, module: nn.Module, prefix: str, call: Any) -> None:
+        """Have those inside a plain module, of whose names `prefix` stands before, compute what an evaluation does."""
+        names = set(self.chosen.values())
+        for path, part in [*module.named_modules()]:
+            if (name := f"{prefix}{path}") in names:
+                _keep_from_fused_paths(module, path)
+                self.rule.bake(name, part, call)
 
 
 def _through(modules: Submodules, name: str, part: nn.Module) -> Callable[..., Any]:

@@ -73,6 +73,15 @@ class Multiplying:
         out = eight_bits.linear(x, module.weight, self.recipe)
         return out if module.bias is None else out + module.bias.to(out.dtype)
 
+    def bake(self, name: str, module: nn.Module, call: Call) -> None:
+        """Raise `ComposeError`: a plain module multiplies in the dtype of its weights."""
+        raise ComposeError(
+            "bake makes no module that multiplies in float8",
+            where=name,
+            got=f"float8(..., {self.recipe!r})",
+            want="bake of the composition without float8, whose weights are the same",
+        )
+
 
 def _inside(name: str, module: Any) -> str:
     """Say which linear layer a module has."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fds import loss as losses
-from fds.compression.activations import ActivationGrid, Per, is_convolution, is_linear
+from fds.compression.activations import ActivationGrid, Per, RoundedInputs, is_convolution, is_linear
 from fds.errors import FLAG, ComposeError, LossError, Rule, count, is_int, is_number
 from fds.step import Call, Memory, SplitDim, Step, fill, transform
 
@@ -108,13 +108,15 @@ class Rounding:
 
     def _static(self, x: Tensor, range_: Tensor, name: str, call: Call | None) -> Tensor:
         """Return x on the grid of the range of a slot, where none was seen yet on that of x; note the range of x."""
-        if not x.numel():
-            return x
-        seen = torch.stack([-x.detach().amin(), x.detach().amax()]).to(range_.dtype)
-        if call is not None:
-            call.note(self.slot, name, seen)
-        used = torch.where((range_ == 0).all(), seen, range_)
-        return self.grid.between(x, -used[0], used[1])
+        if call is not None and x.numel():
+            call.note(self.slot, name, self.grid.seen(x, range_))
+        return self.grid.by_range(x, range_)
+
+    def bake(self, name: str, module: nn.Module, call: Call) -> None:
+        """Have a plain module round as an evaluation does: with the range that the state has, from `offset` on."""
+        if int(call.step) >= self.offset:
+            range_ = call.slots[self.slot][name] if self.slot else torch.zeros(0)
+            RoundedInputs.put(module, self.grid, "all" if self.slot else self.groups[name], range_)
 
     def accept(self, slot: dict[str, Tensor], noted: dict[str, Tensor], call: Call) -> dict[str, Tensor]:
         """Return the moving averages: a first range as it is, none where nothing finite was noted."""

@@ -71,6 +71,9 @@ VIEWS = {
         fds.quantize_weights("*.down.weight", bits=(5, 4), group_size=16),
     ],
     "not yet": [fds.quantize_weights("*", bits=4, offset=100)],
+    "inputs by rows": [fds.quantize_weights("*", bits=8), fds.quantize_activations(["*.up", "*.down"], bits=4)],
+    "inputs by ranges": [fds.quantize_activations(["*.up", "*.down"], range="static", symmetric=False)],
+    "inputs not yet": [fds.quantize_activations("*.up", offset=100)],
     "none": [],
 }
 
@@ -93,7 +96,8 @@ def test_outputs_are_those_of_an_evaluation_bit_for_bit_after_a_save_too(views, 
     assert_same_bits(baked.module(TOKENS), want)
     assert_same_bits(baked.unpacked()(TOKENS), want)
     assert_same_bits(copy.deepcopy(baked.module)(TOKENS), want)
-    held = [*baked.module.parameters(), *baked.module.buffers()]
+    ranges = {id(x) for name, x in baked.module.named_buffers() if name.endswith("input_range")}
+    held = [x for x in (*baked.module.parameters(), *baked.module.buffers()) if id(x) not in ranges]
     assert baked.num_bytes == sum({id(x): x.nbytes for x in held}.values())
     baked.save(tmp_path)
     empty = fds.bake(*trained([])).module
@@ -247,3 +251,8 @@ def test_a_packed_module_is_pickled():
     x = torch.ones(2, 8)
     assert_same_bits(again(x), linear(x))
     assert isinstance(packed, Packed) and set(linear.state_dict()) == {"weight_codes", "weight_scales", "bias"}
+
+
+def test_products_in_float8_are_in_no_plain_module():
+    with pytest.raises(ComposeError, match="float8"):
+        fds.bake(*trained([fds.float8("*.up")]))

@@ -47,9 +47,9 @@ MUTANTS = (
     ),
     Mutant(
         "activations-with-the-range-of-the-call",
-        "fds/transforms/quantize_activations.py",
-        "used = torch.where((range_ == 0).all(), seen, range_)",
-        "used = seen",
+        "fds/compression/activations.py",
+        "used = torch.where((range_ == 0).all(), self.seen(x, range_), range_)",
+        "used = self.seen(x, range_)",
         "static ranges are seen and never used",
         f"{TESTS} -k by_hand",
     ),
