@@ -35,6 +35,7 @@ TESTS = {
     "bias_gelu": "gelu",
     "bias_gelu_linear": "gelu",
     "cross_entropy": "cross_entropy",
+    "fake_quantize": "fake_quantize",
     "flash_attention": "flash attention philox",
     "lamb": "lamb flat",
     "layer_norm": "layer_normalization normalization normalization_use",

@@ -186,6 +186,14 @@ def _sum_messages(make: Inputs) -> None:
         kernels.sum_messages(messages, torch.empty_like(x[0]), bits=bits, group=group, own=x[1], index=1)
 
 
+def _fake_quantize(make: Inputs) -> None:
+    for groups, numbers in ((3, 40), (2, 9000)):
+        for scheme in ("deepspeed", "torchao"):
+            x = make.trained(groups, numbers)
+            kernels.fake_quantize(x, 4, scheme=scheme).sum().backward()
+            kernels.fake_quantize(x, 8, scheme=scheme, symmetric=False)
+
+
 RUNS: dict[str, Callable[[Inputs], None]] = {
     "layer_norm": _norms(True, kernels.layer_norm, kernels.add_layer_norm),
     "rms_norm": _norms(False, kernels.rms_norm, kernels.add_rms_norm),
@@ -201,6 +209,7 @@ RUNS: dict[str, Callable[[Inputs], None]] = {
     "lamb": _lamb,
     "lion": _lion,
     "sgd": _sgd,
+    "fake_quantize": _fake_quantize,
     "quantize": _quantize,
     "pack_signs": _pack_signs,
     "sum_messages": _sum_messages,

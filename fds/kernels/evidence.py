@@ -30,6 +30,7 @@ HOMES = {
     "bias_gelu": "gelu.py",
     "bias_gelu_linear": "gelu.py",
     "cross_entropy": "token_loss.py",
+    "fake_quantize": "fake_quantized.py",
     "flash_attention": "flash.py",
     "lamb": "_lamb.py",
     "layer_norm": "normalization.py",

@@ -18,6 +18,11 @@ and y is rounded once; torchao's s is rounded to the dtype of x.
 
 `kept`, () in [0, 1], is the share of x that is mixed in: kept x + (1 - kept) y, and x itself at 1.
 
+The kernel gives the bits of the reference. Groups of up to 8,192 numbers are read once; of larger ones plain torch
+finds the scales before. 2 bits and 1 bit of "deepspeed", and what is mixed in, are plain torch.
+
+Moves: reads x and writes y; for larger groups it reads x three times. Saves: of torchao a byte a number, else nothing.
+
 Source: DeepSpeed 0.19.6, compression/utils.py, runtime/quantize.py; torchao 0.18, quant_primitives.py. Li et al. 2016,
 arXiv:1605.04711 (2 bits); Rastegari et al. 2016, arXiv:1603.05279 (1 bit); Bengio et al. 2013, arXiv:1308.3432 (dx).
 """
@@ -31,7 +36,9 @@ from torch import Tensor
 
 from fds.errors import KernelError, is_int
 from fds.kernels import arguments
-from fds.kernels.operators import Function
+from fds.kernels.choice import runs_triton
+from fds.kernels.language import cdiv, jit, next_power_of_2, on, tl
+from fds.kernels.operators import Function, operator
 
 SCHEMES = ("deepspeed", "torchao")
 MOST_BITS = 16
@@ -83,38 +90,42 @@ def integers(
     x = x if dtype is torch.float64 else x.float()
     if low:
         return _ternary(x) if low == 2 else _binary(x)
-    if scheme == "deepspeed":
-        return _deepspeed(x, bits, symmetric, noise)
-    return _torchao(x, bits, symmetric, dtype)
-
-
-def _deepspeed(x: Tensor, bits: int | Tensor, symmetric: bool, noise: Tensor | None) -> Integers:
-    if symmetric:
-        scale, zero = x.abs().amax(-1, keepdim=True) / (1 << (bits - 1)), 0.0
-        scale = torch.where(scale == 0, 1, scale)
-        q = x / scale
-    else:
-        least, most = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-        scale = (most - least) / (1 << bits)
-        zero = torch.where(scale == 0, least, (least / scale).round_() * scale)
-        scale = torch.where(scale == 0, 1, scale)
-        q = (x - zero).div_(scale)
+    scale, zero = scales(x, bits, scheme, symmetric, dtype)
+    if scheme == "torchao":
+        return Integers((x * (1 / scale)).round_().sub_(zero), scale, zero)
+    q = x / scale if symmetric else (x - zero).div_(scale)
     return Integers((q if noise is None else q.add_(noise)).round_(), scale, zero)
 
 
-def _torchao(x: Tensor, bits: int | Tensor, symmetric: bool, dtype: torch.dtype) -> Integers:
-    low, high = bounds(bits, "torchao", symmetric)
+def scales(
+    x: Tensor, bits: int | Tensor, scheme: str, symmetric: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | float]:
+    """Return the scale and the zero of each group; `dtype` is that of the numbers that x (G, n) was made of.
+
+    What divides is a tensor on the device: by a number a GPU multiplies with its rounded inverse.
+    """
+    low, high = bounds(bits, scheme, symmetric)
+    most = (x.abs() if symmetric else x).amax(-1, keepdim=True)
+    if scheme == "deepspeed":
+        if symmetric:
+            scale = most / (1 << (bits - 1))
+            return torch.where(scale == 0, 1, scale), 0.0
+        least = x.amin(-1, keepdim=True)
+        scale = (most - least) / (1 << bits)
+        zero = torch.where(scale == 0, least, (least / scale).round_() * scale).add_(0.0)  # 0 for -0
+        return torch.where(scale == 0, 1, scale), zero
     smallest = torch.finfo(dtype).smallest_normal
     if symmetric:
-        scale = x.abs().amax(-1, keepdim=True).to(dtype) / ((high - low) / 2)
-        scale, zero = scale.clamp_(min=smallest).to(x.dtype), 0.0
-    else:
-        least = x.amin(-1, keepdim=True).clamp_(max=0).to(dtype)
-        scale = (x.amax(-1, keepdim=True).clamp_(min=0).to(dtype) - least) / (high - low)
-        scale = scale.clamp_(min=smallest)
-        zero = (low - (least / scale).round_()).clamp_(low, high).neg_().to(x.dtype)
-        scale = scale.to(x.dtype)
-    return Integers((x * (1 / scale)).round_().sub_(zero), scale, zero)
+        scale = _over(most.to(dtype), (high - low) / 2)
+        return scale.clamp_(min=smallest).to(x.dtype), 0.0
+    least = x.amin(-1, keepdim=True).clamp_(max=0).to(dtype)
+    scale = _over(most.clamp_(min=0).to(dtype) - least, high - low).clamp_(min=smallest)
+    zero = (low - (least / scale).round_()).clamp_(low, high).neg_()
+    return scale.to(x.dtype), zero.to(x.dtype)
+
+
+def _over(x: Tensor, number: float | Tensor) -> Tensor:
+    return x / (number if isinstance(number, Tensor) else torch.full_like(x, number))
 
 
 def _ternary(x: Tensor) -> Integers:
@@ -130,6 +141,130 @@ def _binary(x: Tensor) -> Integers:
 
 
 def reference(
+    x: Tensor, bits: int | Tensor, scheme: str, symmetric: bool, noise: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return y in plain torch, but for 2 and 1 bits of "deepspeed", and for "torchao" where q is not clamped."""
+    rounded = integers(x, bits, scheme=scheme, symmetric=symmetric, noise=noise)
+    low, high = bounds(bits, scheme, symmetric)
+    if scheme == "deepspeed":
+        rounded.q.clamp_(low, high)
+        return rounded.numbers(scheme).to(x.dtype), None
+    clamped = rounded.q.clamp(low, high)
+    inside = clamped == rounded.q
+    return rounded._replace(q=clamped).numbers(scheme).to(x.dtype), inside
+
+
+# A program has 2048 numbers, 16 for each thread, or one group that is larger. Derived, not measured.
+LAUNCH = {"ELEMENTS": 2048, "MOST": 8192, "num_warps": 4, "warps_of_a_large_group": 8}
+
+
+@jit(do_not_specialize=["groups", "bits", "smallest"])
+def _kernel(
+    x_ptr, y_ptr, inside_ptr, noise_ptr, bits_ptr, scale_ptr, zero_ptr, groups, n, bits, smallest,
+    TORCHAO: tl.constexpr, SYMMETRIC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """Take ROWS groups and COLUMNS of their numbers: all of them, unless the scales are given."""
+    across = tl.cdiv(n, COLUMNS)
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    at = row[:, None] * n + column[None, :]
+    stored = (row < groups)[:, None] & (column < n)[None, :]
+    x = tl.load(x_ptr + at, mask=stored, other=0.0).to(tl.float32)
+    if bits_ptr is not None:
+        bits = tl.load(bits_ptr).to(tl.int32)
+    half = (1 << (bits - 1)).to(tl.float32)
+    low, high = -half, half - 1
+    if not TORCHAO and not SYMMETRIC:
+        low, high = half * 0.0, 2 * half - 1
+
+    zero = tl.zeros([ROWS], tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + row, mask=row < groups, other=1.0)
+        if zero_ptr is not None:
+            zero = tl.load(zero_ptr + row, mask=row < groups, other=0.0)
+    else:
+        size = tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf"))  # NaN too
+        largest = tl.max(tl.where(stored, size, 0.0), 1)
+        if SYMMETRIC:
+            difference, count = largest, (half if not TORCHAO else half - 0.5)
+            least = zero
+        else:
+            least = tl.min(tl.where(stored, x, float("inf")), 1)
+            most = tl.max(tl.where(stored, x, float("-inf")), 1)
+            count = 2 * half
+            if TORCHAO:
+                least, most, count = tl.minimum(least, 0.0), tl.maximum(most, 0.0), 2 * half - 1
+            difference = most - least
+            if TORCHAO:
+                difference = difference.to(x_ptr.dtype.element_ty).to(tl.float32)
+        scale = tl.div_rn(difference, tl.zeros([ROWS], tl.float32) + count)
+        if TORCHAO:
+            scale = tl.maximum(scale.to(x_ptr.dtype.element_ty).to(tl.float32), smallest)
+            if not SYMMETRIC:
+                ratio = tl.div_rn(least, scale).to(x_ptr.dtype.element_ty).to(tl.float32)
+                ratio = (ratio + 12582912.0) - 12582912.0
+                zero = -tl.minimum(tl.maximum(low - ratio, low), high)
+        else:
+            is_flat = scale == 0
+            scale = tl.where(is_flat, 1.0, scale)
+            if not SYMMETRIC:
+                ratio = (tl.div_rn(least, scale) + 12582912.0) - 12582912.0
+                zero = tl.where(is_flat, least, ratio * scale) + 0.0
+        scale = tl.where(largest < float("inf"), scale, float("nan"))
+
+    wide = tl.zeros([ROWS, COLUMNS], tl.float32) + scale[:, None]
+    if TORCHAO:
+        q = x * tl.div_rn(1.0, wide)
+    else:
+        q = tl.div_rn(x - zero[:, None], wide)
+        if noise_ptr is not None:
+            q += tl.load(noise_ptr + at, mask=stored, other=0.0).to(tl.float32)
+    q = (q + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest integer, of two the even one, and 0 for -0
+    if TORCHAO:
+        q -= zero[:, None]
+        if inside_ptr is not None:
+            tl.store(inside_ptr + at, ((q >= low) & (q <= high)).to(tl.int8), mask=stored)
+    q = tl.minimum(tl.maximum(q, low), high)
+    y = (q + zero[:, None]) * wide if TORCHAO else q * wide + zero[:, None]
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=stored)
+
+
+def _fake(
+    x: Tensor, bits: int, level: Tensor | None, scheme: str, symmetric: bool, noise: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    y = x.new_empty(x.shape)
+    return y, x.new_empty(x.shape if scheme == "torchao" else 0, dtype=torch.bool)
+
+
+@operator("fake_quantize", _fake)
+def _launched(
+    x: Tensor, bits: int, level: Tensor | None, scheme: str, symmetric: bool, noise: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return what `reference` does by the kernel, of `bits`, or of those that `level` () says."""
+    x, noise = x.contiguous(), None if noise is None else noise.contiguous()
+    y, inside = _fake(x, bits, level, scheme, symmetric, noise)
+    groups, n = x.shape
+    if not x.numel():
+        return y, inside
+    scale = zero = None
+    columns = next_power_of_2(n)
+    if columns > LAUNCH["MOST"]:
+        columns = LAUNCH["ELEMENTS"]
+        now = bits if level is None else level
+        scale, zero = scales(x.float(), now, scheme, symmetric, x.dtype)
+    rows = max(1, LAUNCH["ELEMENTS"] // columns)
+    warps = LAUNCH["num_warps" if columns <= LAUNCH["ELEMENTS"] else "warps_of_a_large_group"]
+    with on(x):
+        _kernel[(cdiv(groups, rows) * cdiv(n, columns),)](
+            x, y, inside.view(torch.int8) if scheme == "torchao" else None, noise, level,
+            scale, zero if isinstance(zero, Tensor) else None, groups, n, bits, torch.finfo(x.dtype).smallest_normal,
+            TORCHAO=scheme == "torchao", SYMMETRIC=symmetric, ROWS=rows, COLUMNS=columns, num_warps=warps,
+            enable_fp_fusion=False,
+        )
+    return y, inside
+
+
+def _rounded(
     x: Tensor,
     bits: int | Tensor,
     scheme: str,
@@ -138,29 +273,26 @@ def reference(
     kept: Tensor | None,
     reach: tuple[int, int],
 ) -> tuple[Tensor, Tensor | None]:
-    """Return y in plain torch, and where q is within bounds; None where that does not matter for the gradient."""
+    """Return y, and where q is not clamped; None where that does not matter for the gradient."""
     y: Tensor | None = None
     inside = None
     if scheme == "torchao" or reach[1] > 2:
-        rounded = integers(x, bits, scheme=scheme, symmetric=symmetric, noise=noise)
-        low, high = bounds(bits, scheme, symmetric)
-        if scheme == "torchao":
-            clamped = rounded.q.clamp(low, high)
-            inside = clamped == rounded.q
-            y = rounded._replace(q=clamped).numbers(scheme)
+        if runs_triton("fake_quantize", x):
+            number, level = (0, bits) if isinstance(bits, Tensor) else (bits, None)
+            y, kept_inside = _launched(x, number, level, scheme, symmetric, noise)
+            inside = kept_inside if scheme == "torchao" else None
         else:
-            rounded.q.clamp_(low, high)
-            y = rounded.numbers(scheme)
+            y, inside = reference(x, bits, scheme, symmetric, noise)
     if scheme == "deepspeed":
         for few in (2, 1):
             if reach[0] <= few <= reach[1]:
-                z = integers(x, few, scheme=scheme, symmetric=symmetric, low=few).numbers(scheme)
+                z = integers(x, few, scheme=scheme, symmetric=symmetric, low=few).numbers(scheme).to(x.dtype)
                 y = z if y is None else torch.where(torch.as_tensor(bits == few), z, y)
     assert y is not None
     if kept is not None:
-        share = kept.to(y.dtype)
-        y = torch.where(share == 1, x, share * x + (1 - share) * y)
-    return y.to(x.dtype), inside
+        share = kept.to(torch.promote_types(x.dtype, torch.float32))
+        y = torch.where(share == 1, x, share * x + (1 - share) * y).to(x.dtype)
+    return y, inside
 
 
 class _StraightThrough(Function):
@@ -176,7 +308,7 @@ class _StraightThrough(Function):
         kept: Tensor | None,
         reach: tuple[int, int],
     ) -> tuple[Tensor, Tensor | None]:
-        return reference(x, bits, scheme, symmetric, noise, kept, reach)
+        return _rounded(x, bits, scheme, symmetric, noise, kept, reach)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -187,8 +319,9 @@ class _StraightThrough(Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor, _) -> tuple[Tensor | None, ...]:
-        if ctx.saved_tensors:
-            inside, *kept = ctx.saved_tensors
+        saved = ctx.saved_tensors  # read once: a checkpoint computes them
+        if saved:
+            inside, *kept = saved
             dy = torch.where(inside, dy, kept[0].to(dy.dtype) * dy if kept else 0)
         return dy, None, None, None, None, None, None
 
