@@ -26,8 +26,8 @@ MUTANTS = (
     Mutant(
         "zeros-are-divided-by-0",
         "fds/kernels/fake_quantized.py",
-        "        scale = torch.where(scale == 0, 1, scale)\n        q = x / scale",
-        "        q = x / scale",
+        "            return torch.where(scale == 0, 1, scale), 0.0",
+        "            return scale, 0.0",
         "a group of zeros is NaN",
         GRIDS,
     ),
@@ -42,8 +42,8 @@ MUTANTS = (
     Mutant(
         "clamped-numbers-have-gradients",
         "fds/kernels/fake_quantized.py",
-        "            inside = clamped == rounded.q",
-        "            inside = clamped == clamped",
+        "    inside = clamped == rounded.q",
+        "    inside = clamped == clamped",
         "a number beyond torchao's grid has a gradient",
         GRIDS,
     ),
