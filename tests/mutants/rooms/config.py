@@ -2,6 +2,8 @@
 
 from tests.mutants.mutant import Mutant
 
+COMPRESSED = "tests/config/test_compressed_training.py"
+
 MUTANTS = (
     Mutant(
         "batch-without-the-ranks",
@@ -202,5 +204,29 @@ MUTANTS = (
         "if False:",
         "the memory of hpZ is not stated",
         "tests/config/test_memory.py",
+    ),
+    Mutant(
+        "embeddings-in-groups-as-linear-layers",
+        "fds/config/compression.py",
+        "        kinds = _COMPUTING if per_row else _WEIGHTS",
+        "        kinds, per_row = _WEIGHTS, False",
+        "embeddings that are quantized where they are used have no scale for each row",
+        COMPRESSED,
+    ),
+    Mutant(
+        "modules-in-two-groups",
+        "fds/config/modules.py",
+        "            if part.path in taken:",
+        "            if False:",
+        "a module may be in two groups of a technique",
+        COMPRESSED,
+    ),
+    Mutant(
+        "patterns-match-by-accident",
+        "fds/config/modules.py",
+        "        fits = pattern != name and ",
+        "        fits = pattern != name or ",
+        "a pattern for some layers matches those of other groups",
+        COMPRESSED,
     ),
 )
