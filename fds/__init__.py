@@ -95,6 +95,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
 
     # rooms that are used by name
     from fds import (
+        attention_layouts,
         autodiff,
         collectives,
         compression,
@@ -175,9 +176,9 @@ __getattr__, __dir__ = lazily(
         "fds.config.initialize": "add_config_arguments initialize",
         "fds.errors": "FdsError",
     },
-    submodules="autodiff collectives command_line compression config containers curvature data debugging "
-    "display distill errors kernels layout loss media microbatches monitors nn optim plans profiling "
-    "random reporting schedules state step storage timing transforms transports tree",
+    submodules="attention_layouts autodiff collectives command_line compression config containers curvature data "
+    "debugging display distill errors kernels layout loss media microbatches monitors nn optim plans profiling random "
+    "reporting schedules state step storage timing transforms transports tree",
     elsewhere={"fds.monitors": "CSV Comet Console JSONL TensorBoard WandB", "fds.display": "Progress"},
 )
 
@@ -199,6 +200,7 @@ __all__ = [
     "adam",
     "adamw",
     "add_config_arguments",
+    "attention_layouts",
     "autocast",
     "autodiff",
     "bake",

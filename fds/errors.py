@@ -131,6 +131,10 @@ class PlanError(FdsError):
     """Refuse a pipeline schedule or plan: missing or repeated actions, a deadlock, too much memory."""
 
 
+class AttentionLayoutError(FdsError):
+    """Refuse a layout of sparse attention: its parameters, or layouts that do not combine."""
+
+
 class RankError(FdsError):
     """Report ranks that died, hung, or started different collectives."""
 

@@ -25,6 +25,7 @@ ROOMS = (  # in the order of data flow
     "fds.microbatches",
     "fds.media",
     "fds.plans",
+    "fds.attention_layouts",
     "fds.kernels",
     "fds.nn",
     "fds.profiling",

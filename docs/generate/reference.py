@@ -20,6 +20,7 @@ TITLES = {
     "fds.microbatches": "Microbatches",
     "fds.media": "Where leaves live",
     "fds.plans": "Pipeline plans",
+    "fds.attention_layouts": "Layouts of sparse attention",
     "fds.kernels": "Kernels",
     "fds.nn": "Layers of kernels",
     "fds.profiling": "What a step takes",

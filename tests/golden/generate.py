@@ -26,6 +26,7 @@ config_defaults.json, config_batches.json: what is taken where a key of the JSON
 become; config_defaults.py says how they are read.
 config_values.json: which values of keys are taken; config_values.py says of which.
 config_losses.json: the losses of small trainings by a JSON; config_losses.py says of which.
+attention_layouts.json: layouts of sparse attention; attention_layouts.py says of which.
 curriculum_samples.json: how often a curriculum draws each sample; curriculum_samples.py says of which.
 weight_grids.json: what quantizers of DeepSpeed and torchao make of weights; weight_grids.py says of which.
 curriculum_losses.json: those of trainings with a curriculum by length; curriculum_losses.py says of which.
