@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fds.kernels.scaled_dot_product import attention
     from fds.kernels.signs import pack_signs, sign_bits, signs_of
     from fds.kernels.softmax import masked_softmax
+    from fds.kernels.sparse import sparse_attention
     from fds.kernels.sums import dequantize, sum_messages, unpack_signs
     from fds.kernels.token_loss import cross_entropy
 
@@ -35,6 +36,7 @@ __getattr__, __dir__ = lazily(__name__, {
     "fds.kernels.flash": "flash_attention",
     "fds.kernels.scaled_dot_product": "attention",
     "fds.kernels.softmax": "masked_softmax",
+    "fds.kernels.sparse": "sparse_attention",
     "fds.kernels.choice": "chosen explained only prefer_triton",
     "fds.kernels.token_loss": "cross_entropy",
     "fds.kernels.head_loss": "linear_cross_entropy",
@@ -51,5 +53,6 @@ __all__ = [
     "add_layer_norm", "add_rms_norm", "adamw", "attention", "bias_dropout_add", "bias_gelu", "bias_gelu_linear",
     "chosen", "cross_entropy", "dequantize", "dropout", "explained", "fake_quantize", "flash_attention", "lamb",
     "layer_norm", "linear_cross_entropy", "lion", "masked_softmax", "only", "pack_signs", "prefer_triton", "quantize",
-    "rms_norm", "rotary", "sgd", "sign_bits", "signs_of", "sum_messages", "swiglu", "unpack_signs",
+    "rms_norm", "rotary", "sgd", "sign_bits", "signs_of", "sparse_attention", "sum_messages", "swiglu",
+    "unpack_signs",
 ]

@@ -24,11 +24,16 @@ def reference(seed: Tensor, offset: int, rows: int, columns: int, p: float) -> T
 
     `seed` is () int64. Integers are exact: the kernels compute the same masks bit for bit.
     """
-    c0 = torch.arange((columns + 3) // 4, device=seed.device).expand(rows, -1)
-    c1 = torch.arange(rows, device=seed.device)[:, None].expand(c0.shape)
+    groups = torch.arange((columns + 3) // 4, device=seed.device)
+    return kept(seed, offset, torch.arange(rows, device=seed.device)[:, None], groups, p)[:, :columns]
+
+
+def kept(seed: Tensor, offset: int, rows: Tensor, groups: Tensor, p: float) -> Tensor:
+    """Return which elements are kept of rows and groups of 4 columns, int64 that broadcast; 4 for each group."""
+    c1, c0 = torch.broadcast_tensors(rows, groups)
     c2, c3 = (torch.full_like(c0, (offset >> bits) & _WORD) for bits in (0, 32))
-    words = torch.stack(philox4x32(seed & _WORD, seed >> 32 & _WORD, c0, c1, c2, c3), dim=-1).flatten(1)
-    return words[:, :columns] >= threshold(p)
+    words = torch.stack(philox4x32(seed & _WORD, seed >> 32 & _WORD, c0, c1, c2, c3), dim=-1).flatten(-2)
+    return words >= threshold(p)
 
 
 def philox4x32(k0: Tensor, k1: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, ...]:

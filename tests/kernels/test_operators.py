@@ -8,16 +8,19 @@ import pytest
 import torch
 
 import fds.kernels
+from fds.attention_layouts import local_sliding_window
 from fds.errors import KernelError
 from fds.kernels._swiglu import swiglu
 from fds.kernels.choice import only
 from fds.kernels.operators import Function, Operator
+from fds.kernels.sparse_rows import batches
 from tests.kernels.accuracy import random
 from tests.kernels.ways import WAYS, plain
 
 X, ROW, COLUMN, LOSS = random(4, 8), random(8, seed=1), random(4, seed=2).abs(), random(4, seed=3)
 TARGETS, SEED = torch.tensor([0, 7, -100, 3]), torch.tensor(3)
 HEADS, LSE, ANGLES = random(1, 2, 16, 16, seed=4), random(1, 2, 16, seed=5), random(16, 8, seed=6)
+LISTED = (*batches(local_sliding_window(2, 4, block=4), True, HEADS.device), [1, 1, 1, 1], 4, True, 0.25, 0.5, 0)
 
 CALLS = {
     "bias_dropout_add": (X, ROW, None, SEED, 0.5, 0),
@@ -53,6 +56,10 @@ CALLS = {
     "normalize": (X, None, ROW, None, 1e-5, True, False, True),
     "normalize_backward": (X, X, COLUMN, COLUMN, ROW, None, None, True, False, torch.float32, None),
     "rotary": (HEADS, ANGLES, ANGLES, False, False),
+    "sparse_attention_rows": (HEADS, HEADS, HEADS, None, None, None, SEED, None, *LISTED),
+    "sparse_attention_rows_backward": (
+        *(HEADS, HEADS, HEADS, HEADS, None, None, None, SEED, None, HEADS, *LISTED, False, False),
+    ),
     "swiglu": (X, X),
     "swiglu_backward": (X, X, X),
     "vocabulary_gradient": (X, TARGETS, random(2, 4), random(3, 4), True, 8),

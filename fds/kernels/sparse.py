@@ -1,0 +1,179 @@
+"""Attention over the blocks that a layout lists, forward and backward, in memory of what is listed.
+
+q (B, H, S, D), k and v (B, G, S, D), where G divides H and head h reads keys and values h // (H / G)::
+
+    s = scale * q k^T + bias + relative_bias     -inf where masked, or in no listed block
+    p = exp(s - lse)      lse = log(sum_j exp(s_ij))      out = (p * keep / (1 - ratio)) v
+
+The mask `keep` of dropout is that of `flash_attention` for the same seed: the Philox mask of (B * H * S, S).
+Saves: q, k, v, masks and seed as given, and out.
+
+Sources: Child et al. 2019, arXiv:1904.10509 (block-sparse attention); those of fds.kernels.flash.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fds.attention_layouts import AttentionLayout
+from fds.errors import KernelError, is_a
+from fds.kernels import arguments, philox, sparse_rows
+from fds.kernels.flash_blocks import LEAST_BIAS
+from fds.kernels.operators import Function, first_order
+
+
+class _Rows(Function):
+    @staticmethod
+    def forward(*args) -> Tensor:
+        return sparse_rows.forward(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs[:8], output, inputs[8])
+        ctx.options = inputs[9:]
+
+    @staticmethod
+    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
+        wants = [bool(ctx.needs_input_grad[i]) for i in (4, 5)]
+        dq, dk, dv, *tables = first_order(sparse_rows.backward, dout, *ctx.saved_tensors, *ctx.options, *wants)
+        dbias, ddistances = (x if is_wanted else None for x, is_wanted in zip(tables, wants, strict=True))
+        return dq, dk, dv, None, dbias, ddistances, *[None] * 10
+
+
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, *, causal: bool = False,
+    key_padding: Tensor | None = None, bias: Tensor | None = None, relative_bias: Tensor | None = None,
+    documents: Tensor | None = None, scale: float | None = None, p: float = 0.0, seed: int | Tensor | None = None,
+    offset: int = 0,
+) -> Tensor:
+    """Return softmax(scale * q k^T + bias) v, (B, H, S, D), over the blocks that a layout lists.
+
+    Time and memory are those of the listed blocks, in backward too, on any device. A query that sees no key gives
+    zeros, and zero gradients.
+
+    Args:
+        q: (B, H, S, D) float32, float16, bfloat16 or float64, of any strides.
+        k: (B, G, S, D) of q's dtype, where G divides H: query head h reads key head h // (H / G).
+        v: as k.
+        layout: of H heads, or of one for all; S tokens end in its last block.
+        causal: whether a token sees none that follow it: later blocks are left out, a token's own is masked.
+        key_padding: (B, S) bool, False where a key is padding.
+        bias: floating, added to the scores, or bool, True where a key is seen; broadcastable to (B, H, S, S). Values
+            below -1e30 mask. It gets a gradient where it requires one; that and a copy of it are as large as it is.
+        relative_bias: (H, 2 S - 1) or (1, 2 S - 1) floating, with a gradient: element j - i + S - 1 of a head is
+            added to the score of query i and key j.
+        documents: (B, S) int32 or int64: a query sees the keys of the same number alone.
+        scale: of the products, finite; 1 / sqrt(D) if None.
+        p: probability with which dropout zeroes an attention weight; the others are divided by 1 - p.
+        seed: int or () int64 tensor on q's device; dropout needs one.
+        offset: index of the mask among those of one seed.
+
+    Under autocast q, k and v are cast as by torch's attention. Raises `KernelError` for any other dtype, shape or
+    device, a layout of other heads or tokens, p outside [0, 1), and dropout without a seed or in blocks that 4 does not
+    divide.
+    """
+    q, k, v = arguments.as_products_cast(q, k, v)
+    arguments.attention(q, k, v, key_padding, None, scale, p, documents)
+    layout = _checked(layout, q, k, p)
+    blocks, block, wide = layout.blocks, layout.block, arguments.width(q)
+    table, sizes = sparse_rows.batches(layout, bool(causal), q.device)
+    tables, bias_sizes = None, [1, 1, 1, 1]
+    if bias is not None:
+        tables, bias_sizes = _bias_blocks(_check_bias(bias, q), wide, blocks, block)
+    distances = None
+    if relative_bias is not None:
+        distances = _distance_blocks(_check_relative_bias(relative_bias, q), wide, blocks, block)
+    if not q.numel():
+        return q.clone()
+    seed = philox.as_seed(seed, q.device) if p else None
+    k = k.view_as(k) if k is q else k  # torch.compile does not accept one tensor as two arguments
+    v = v.view_as(v) if v is q or v is k else v
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return _Rows.apply(
+        q, k, v, key_padding, tables, distances, seed, documents, table, sizes, bias_sizes, block, bool(causal), scale,
+        float(p), offset,
+    )
+
+
+def _checked(layout: AttentionLayout, q: Tensor, k: Tensor, p: float) -> AttentionLayout:
+    """Return the layout with as many heads as q. Raises `KernelError` where it does not fit."""
+    (_, heads, tokens, _), want = q.shape, "fds.attention_layouts.AttentionLayout"
+    if not is_a(layout, AttentionLayout):
+        hint = "AttentionLayout.from_dense(array, block=) makes one of DeepSpeed's"
+        raise KernelError("not a layout", where="layout", got=type(layout).__name__, want=want, hint=hint)
+    if k.shape[2] != tokens:
+        raise KernelError(
+            "sparse attention is self-attention", where="k", got=f"{k.shape[2]} keys, {tokens} queries", want="as many"
+        )
+    if layout.num_heads == 1:
+        layout = AttentionLayout(layout.patterns, (0,) * heads, layout.block)
+    if layout.num_heads != heads or heads == 0:
+        raise KernelError(
+            "the layout has other heads than q", where="layout", got=f"{layout.num_heads} heads of the layout",
+            want=f"{heads}, as q has, or 1",
+        )
+    if not layout.tokens - layout.block < tokens <= layout.tokens:
+        blocks = -(-tokens // layout.block)
+        shorter = f"layout.cropped({blocks})" if blocks < layout.blocks else "a layout of more blocks"
+        raise KernelError(
+            "the layout is of another length than q", where="layout", got=f"{layout!r}, {tokens} tokens",
+            want=f"{blocks} blocks of {layout.block} tokens", hint=shorter,
+        )
+    if p and layout.block % 4:
+        raise KernelError(
+            "dropout draws for 4 keys at a time", where="layout.block", got=str(layout.block), want="a multiple of 4"
+        )
+    return layout
+
+
+def _check_bias(bias: Tensor, q: Tensor) -> Tensor:
+    scores = (*q.shape[:3], q.shape[2])
+    is_mask = isinstance(bias, Tensor) and bias.dtype == torch.bool
+    arguments.floating(q=q, bias=None if is_mask and bias.device == q.device else bias)
+    if bias.dim() > 4 or any(x not in (1, y) for x, y in zip(bias.shape[::-1], scores[::-1], strict=False)):
+        raise KernelError(
+            "bias does not broadcast to the scores", where="bias", got=str(tuple(bias.shape)),
+            want=f"broadcastable to (B, H, S, S) = {scores}",
+        )
+    return bias
+
+
+def _check_relative_bias(relative_bias: Tensor, q: Tensor) -> Tensor:
+    arguments.floating(q=q, relative_bias=relative_bias)
+    width = 2 * q.shape[2] - 1
+    if tuple(relative_bias.shape) not in ((q.shape[1], width), (1, width)):
+        raise KernelError(
+            "relative_bias has another shape", where="relative_bias", got=str(tuple(relative_bias.shape)),
+            want=f"(H, 2 S - 1) = {(q.shape[1], width)}, or (1, {width})",
+        )
+    return relative_bias
+
+
+def _bias_blocks(bias: Tensor, wide: torch.dtype, blocks: int, block: int) -> tuple[Tensor, list[int]]:
+    """Return the blocks of a bias (x, rows, columns), -inf where it masks, and how many there are of each dimension."""
+    bias = bias[(None,) * (4 - bias.dim())]
+    if bias.dtype == torch.bool:
+        bias = torch.zeros(bias.shape, dtype=wide, device=bias.device).masked_fill(~bias, -math.inf)
+    else:
+        bias = bias.to(wide).masked_fill(bias < LEAST_BIAS, -math.inf)
+    b, h, *ends = bias.shape
+    counts = [1 if n == 1 else blocks for n in ends]
+    sides = [1 if n == 1 else block for n in ends]
+    missing = [count * side - n for count, side, n in zip(counts, sides, ends, strict=True)]
+    bias = F.pad(bias, (0, missing[1], 0, missing[0])) if any(missing) else bias
+    bias = bias.reshape(b, h, counts[0], sides[0], counts[1], sides[1]).transpose(3, 4)
+    return bias.reshape(-1, *sides), [b, h, *counts]
+
+
+def _distance_blocks(relative_bias: Tensor, wide: torch.dtype, blocks: int, block: int) -> Tensor:
+    """Return the bias (heads * (2 blocks - 1), block, block) of blocks that lie -(blocks - 1), ... blocks - 1 apart."""
+    token = torch.arange(block, device=relative_bias.device)
+    apart = torch.arange(1 - blocks, blocks, device=relative_bias.device) * block
+    distance = apart[:, None, None] + token - token[:, None]
+    middle = relative_bias.shape[1] // 2
+    at = (distance + middle).clamp(0, 2 * middle)  # beyond the last token nothing is seen
+    return relative_bias.to(wide)[:, at].flatten(0, 1)
