@@ -74,6 +74,7 @@ NOT_ON_A_GPU = {
     "tests/media": "its subject is the host: files and their memory",
     "tests/package": _OF_THE_HOST,
     "tests/peers": _PROCESSES,
+    "tests/attention_layouts": _OF_THE_HOST,
     "tests/plans": _OF_THE_HOST,
     "tests/schedules": _OF_THE_HOST,
 }

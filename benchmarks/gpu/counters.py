@@ -21,6 +21,7 @@ from benchmarks.kernel_works import Setting
 # Kernels whose threads share memory (benchmarks/results/*-kernels-sm90.md), where they may race.
 SHARED = ("flash_attention", "layer_norm", "rms_norm", "masked_softmax", "cross_entropy", "linear_cross_entropy")
 SHARED += ("lamb", "bias_gelu", "bias_dropout_add", "rotary", "quantize", "pack_signs", "fake_quantize")
+SHARED += ("sparse_attention",)
 _REPORT = ["--error-exitcode", "9", "--print-limit", "5"]
 MEMCHECK = ["--tool", "memcheck", *_REPORT]
 RACECHECK = ["--tool", "racecheck", *_REPORT, "--racecheck-report", "all"]

@@ -47,6 +47,7 @@ TESTS = {
     "rms_norm": "rms_normalization normalization normalization_use",
     "rotary": "rotary",
     "sgd": "elementwise flat multi_tensor",
+    "sparse_attention": "sparse philox",
     "sum_messages": "messages",
     "swiglu": "swiglu",
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fds import kernels
+from fds.attention_layouts import local_sliding_window
 from fds.kernels.choice import only
 
 
@@ -101,6 +102,16 @@ def _flash(make: Inputs) -> None:
         backward(kernels.flash_attention(q, k, v, causal=True))
         bias = make.given(2, 1, n)
         backward(kernels.flash_attention(q, k, v, key_padding=seen, bias=bias, p=0.3, seed=7))
+
+
+def _sparse(make: Inputs) -> None:
+    for block, blocks, d in ((16, 5, 24), (64, 2, 128)):
+        q = make.trained(1, 2, block * blocks - 7, d)
+        k, v = make.trained(1, 1, block * blocks - 7, d), make.trained(1, 1, block * blocks - 7, d)
+        layout = local_sliding_window(1, blocks, num_sliding_window_blocks=min(blocks, 3), block=block)
+        backward(kernels.sparse_attention(q, k, v, layout, causal=True))
+        seen = make.given(1, q.shape[2]) > 0
+        backward(kernels.sparse_attention(q, k, v, layout, key_padding=seen, bias=make.given(2, 1, 1), p=0.3, seed=7))
 
 
 def _cross_entropy(make: Inputs) -> None:
@@ -203,6 +214,7 @@ RUNS: dict[str, Callable[[Inputs], None]] = {
     "rotary": _rotary,
     "masked_softmax": _softmax,
     "flash_attention": _flash,
+    "sparse_attention": _sparse,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
     "adamw": _adamw,

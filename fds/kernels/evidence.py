@@ -42,6 +42,7 @@ HOMES = {
     "rms_norm": "normalization.py",
     "rotary": "_rotary.py",
     "sgd": "elementwise.py",
+    "sparse_attention": "sparse.py",
     "sum_messages": "sums.py",
     "swiglu": "_swiglu.py",
 }

@@ -5,8 +5,10 @@ q (B, H, S, D), k and v (B, G, S, D), where G divides H and head h reads keys an
     s = scale * q k^T + bias + relative_bias     -inf where masked, or in no listed block
     p = exp(s - lse)      lse = log(sum_j exp(s_ij))      out = (p * keep / (1 - ratio)) v
 
-The mask `keep` of dropout is that of `flash_attention` for the same seed: the Philox mask of (B * H * S, S).
-Saves: q, k, v, masks and seed as given, and out.
+Triton kernels (fds.kernels.sparse_forward, sparse_backward) run where they are chosen, the reference
+(fds.kernels.sparse_rows) elsewhere and for the gradient of a bias. The mask `keep` of dropout is that of
+`flash_attention` for the same seed: the Philox mask of (B * H * S, S).
+Saves: q, k, v, masks and seed as given, out, and in the kernels lse (B, H, S) float32 in base 2.
 
 Sources: Child et al. 2019, arXiv:1904.10509 (block-sparse attention); those of fds.kernels.flash.
 """
@@ -21,9 +23,13 @@ from torch import Tensor
 
 from fds.attention_layouts import AttentionLayout
 from fds.errors import KernelError, is_a
-from fds.kernels import arguments, philox, sparse_rows
+from fds.kernels import arguments, philox, sparse_backward, sparse_forward, sparse_lists, sparse_rows
+from fds.kernels.arguments import positive
+from fds.kernels.choice import is_demanded, runs_triton
 from fds.kernels.flash_blocks import LEAST_BIAS
 from fds.kernels.operators import Function, first_order
+
+MOST_BYTES = 512  # of a row of q that fits into a block of the kernels
 
 
 class _Rows(Function):
@@ -42,6 +48,27 @@ class _Rows(Function):
         dq, dk, dv, *tables = first_order(sparse_rows.backward, dout, *ctx.saved_tensors, *ctx.options, *wants)
         dbias, ddistances = (x if is_wanted else None for x, is_wanted in zip(tables, wants, strict=True))
         return dq, dk, dv, None, dbias, ddistances, *[None] * 10
+
+
+class _Listed(Function):
+    """The kernels, which have no gradient of a bias: where one requires it, the reference runs."""
+
+    @staticmethod
+    def forward(*args) -> tuple[Tensor, Tensor]:
+        return sparse_forward.forward(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs[:13], *output)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # or zeros would be made for lse
+        ctx.options = inputs[13:]
+
+    @staticmethod
+    def backward(ctx, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * 18
+        return *first_order(sparse_backward.backward, dout, *ctx.saved_tensors, *ctx.options), *[None] * 15
 
 
 def sparse_attention(
@@ -80,23 +107,51 @@ def sparse_attention(
     arguments.attention(q, k, v, key_padding, None, scale, p, documents)
     layout = _checked(layout, q, k, p)
     blocks, block, wide = layout.blocks, layout.block, arguments.width(q)
-    table, sizes = sparse_rows.batches(layout, bool(causal), q.device)
-    tables, bias_sizes = None, [1, 1, 1, 1]
-    if bias is not None:
-        tables, bias_sizes = _bias_blocks(_check_bias(bias, q), wide, blocks, block)
-    distances = None
-    if relative_bias is not None:
-        distances = _distance_blocks(_check_relative_bias(relative_bias, q), wide, blocks, block)
+    bias = None if bias is None else _check_bias(bias, q)
+    relative_bias = None if relative_bias is None else _check_relative_bias(relative_bias, q)
     if not q.numel():
         return q.clone()
     seed = philox.as_seed(seed, q.device) if p else None
     k = k.view_as(k) if k is q else k  # torch.compile does not accept one tensor as two arguments
     v = v.view_as(v) if v is q or v is k else v
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    if _kernel_runs(q, block, bias, relative_bias):
+        q, factor = positive(q, factor)
+        if bias is not None and bias.dtype == torch.bool:
+            bias = torch.zeros(bias.shape, device=q.device).masked_fill(~bias, -math.inf)
+        return _Listed.apply(
+            q, k, v, key_padding, bias, relative_bias, seed, documents,
+            *sparse_lists.lists(layout, bool(causal), q.device), block, bool(causal), factor, float(p), offset,
+        )[0]
+    table, sizes = sparse_rows.batches(layout, bool(causal), q.device)
+    tables, bias_sizes = None, [1, 1, 1, 1]
+    if bias is not None:
+        tables, bias_sizes = _bias_blocks(bias, wide, blocks, block)
+    distances = None
+    if relative_bias is not None:
+        distances = _distance_blocks(relative_bias, wide, blocks, block)
     return _Rows.apply(
-        q, k, v, key_padding, tables, distances, seed, documents, table, sizes, bias_sizes, block, bool(causal), scale,
+        q, k, v, key_padding, tables, distances, seed, documents, table, sizes, bias_sizes, block, bool(causal), factor,
         float(p), offset,
     )
+
+
+def _kernel_runs(q: Tensor, block: int, bias: Tensor | None, relative_bias: Tensor | None) -> bool:
+    """Return whether the kernels, not the reference, run; raises where only they may and cannot."""
+    if not runs_triton("sparse_attention", q):
+        return False
+    biases = {"bias": bias, "relative_bias": relative_bias}
+    wants = [name for name, x in biases.items() if x is not None and x.requires_grad]
+    is_too_wide = q.shape[3] * q.element_size() > MOST_BYTES
+    obstacles = [f"a gradient of {name}" for name in wants] + [f"{q.shape[3]} columns"] * is_too_wide
+    obstacles += [f"blocks of {block} tokens"] * (block not in sparse_lists.BLOCKS)
+    if obstacles and is_demanded():
+        raise KernelError(
+            "the kernels do not take all of this", where="kernels.only('triton')", got=", ".join(obstacles),
+            want=f"blocks of 16, 32, 64 or 128 tokens, {MOST_BYTES // q.element_size()} columns, a constant bias",
+            hint="references take it: leave only('triton') out, or take prefer_triton()",
+        )
+    return not obstacles
 
 
 def _checked(layout: AttentionLayout, q: Tensor, k: Tensor, p: float) -> AttentionLayout:

@@ -22,6 +22,8 @@ ELSEWHERE = {
     "normalization_backward": "layer_normalization",
     "flash_backward": "flash",
     "token_loss": "cross_entropy",
+    "sparse_forward": "sparse",
+    "sparse_backward": "sparse",
 }
 # Bytes that spill, outside of the loops, where a block has every kind of mask at once.
 SPILLED = {

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from fds import attention_layouts as layouts
 from fds.errors import FdsError, KernelError
-from fds.kernels import philox, sparse_rows
+from fds.kernels import philox, sparse_backward, sparse_forward, sparse_rows
+from fds.kernels.choice import only, prefer_triton
 from fds.kernels.sparse import sparse_attention
+from tests.devices import DEVICE
 from tests.kernels.accuracy import DTYPES, assert_near
 from tests.kernels.ways import WAYS, kept_bytes, plain, traced
 
@@ -126,6 +128,67 @@ def test_values_and_gradients_are_those_of_dense_attention_with_a_mask(case, gat
     torch.testing.assert_close(
         torch.autograd.grad(out, x, dout), torch.autograd.grad(want, x, dout), rtol=1e-9, atol=1e-11
     )
+
+
+LARGE = layouts.bigbird(4, 3, block=16, num_random_blocks=2, different_layout_per_head=True)
+OF_KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (LARGE, {}),
+    "blocks of 64": (layouts.AttentionLayout.from_dense(torch.eye(1).expand(4, 1, 1), block=64), {"causal": True}),
+    "in parts": (layouts.fixed(1, 2, block=32, num_local_blocks=1, attention="unidirectional"), {"causal": True}),
+    "rows that list nothing": (layouts.AttentionLayout.from_dense(UNLISTED[:, :3, :3], block=16), {"scale": -0.4}),
+    "a mask": (LARGE, {"bias": made(TOKENS, TOKENS, seed=6, grad=False) > -0.5}),
+    "everything": (
+        LARGE,
+        {
+            "causal": True,
+            "key_padding": PADDING,
+            "documents": DOCUMENTS,
+            "bias": made(4, TOKENS, TOKENS, grad=False),
+            "relative_bias": made(4, 2 * TOKENS - 1, seed=9, grad=False),
+            "p": 0.2,
+            "seed": SEED,
+            "scale": 0.3,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, torch.float32) for case in OF_KERNELS), ("everything", torch.float16), ("everything", torch.bfloat16)],
+    ids=str,
+)
+def test_kernels_compute_what_the_reference_does(case, dtype, monkeypatch):
+    for table in (sparse_forward.LAUNCH, sparse_backward.OVER_QUERIES, sparse_backward.OVER_KEYS):
+        for rows in table.values():
+            for row in rows.values():
+                monkeypatch.setitem(row, "QUERIES", 32 if "parts" not in case else 16)
+    layout, arguments = OF_KERNELS[case]
+    args = [x.to(DEVICE) for x in qkv(s=min(TOKENS, layout.tokens), dtype=dtype)]
+    options: dict[str, Any] = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    results = []
+    for kind in ("triton", "reference"):
+        with only(kind):
+            out = sparse_attention(args[0], args[1], args[2], layout, **options)
+            dout = made(*out.shape, seed=11, grad=False).to(DEVICE, dtype)
+            results.append((out, *torch.autograd.grad(out, args, dout)))
+    for x, y in zip(*results, strict=True):
+        assert x.dtype == dtype and not x.isnan().any()
+        assert_near(x, y, factor=2)
+
+
+@pytest.mark.parametrize("name", ["bias", "relative_bias"])
+def test_kernels_have_no_gradient_of_a_bias_and_leave_it_to_the_reference(name):
+    args = qkv(dtype=torch.float32)
+    bias = made(4, {"bias": TOKENS, "relative_bias": 2 * TOKENS - 1}[name], dtype=torch.float32)
+    bias = bias if name == "relative_bias" else bias[:, None].detach().requires_grad_()
+    run = lambda x: sparse_attention(*args, LARGE, **{name: x}).square().sum()
+    want = torch.autograd.grad(run(bias), bias)
+    with prefer_triton():
+        torch.testing.assert_close(torch.autograd.grad(run(bias), bias), want)
+        torch.testing.assert_close(torch.func.grad(run)(bias.detach()), want[0])
+    with only("triton"), pytest.raises(KernelError, match="do not take all of this"):
+        run(bias)
 
 
 @settings(max_examples=40, deadline=None)
