@@ -206,7 +206,7 @@ def _through(modules: Submodules, name: str, part: nn.Module) -> Callable[..., A
 
 def _keep_from_fused_paths(module: nn.Module, path: str) -> None:
     """Have what is around a module call it, where torch would compute with its weights in an evaluation."""
-    for end in [i for i, c in enumerate(path) if c == "."]:
+    for end in [0, *(i for i, c in enumerate(path) if c == ".")]:
         owner: Any = module.get_submodule(path[:end])
         if isinstance(owner, nn.TransformerEncoderLayer):
             owner.activation_relu_or_gelu = 0
