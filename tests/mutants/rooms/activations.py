@@ -69,4 +69,12 @@ MUTANTS = (
         "evaluations of a step that follows its state cannot be run",
         f"{TESTS} -k by_hand",
     ),
+    Mutant(
+        "submodules-of-a-fused-layer",
+        "fds/loss/submodules.py",
+        "owner.activation_relu_or_gelu = 0",
+        "pass",
+        "torch's encoder computes evaluations with weights of layers that it does not call",
+        f"{TESTS} -k fuse",
+    ),
 )
