@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fds.errors import StateError
 
-NUM_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads")  # attributes with a number of heads
+NUM_HEADS = ("num_heads", "heads", "n_heads", "n_head", "nhead", "num_attention_heads")  # attributes
 WIDTHS = ("all_head_size", "split_size", "inner_dim")  # and with the number of columns of all heads
 
 
@@ -43,7 +43,7 @@ def shrink(module: nn.Module, cuts: Iterable[Cut]) -> nn.Module:
 
     Linear layers, convolutions in one group and batch norms become ones of fewer features (of a norm its statistics
     too). Where heads are cut, the attribute of an enclosing module that says how many there are says the new number:
-    one of `num_heads`, `n_heads`, `n_head`, `nhead`, `num_attention_heads`.
+    one of `num_heads`, `heads`, `n_heads`, `n_head`, `nhead`, `num_attention_heads`.
 
     Raises `StateError` for a parameter that is not there, is tied, or of a module that computes otherwise with fewer
     features (layer norms, say), for a `keep` of another length, and where no module says how many heads there are.
