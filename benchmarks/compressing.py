@@ -157,7 +157,7 @@ def ratios(options: argparse.Namespace) -> Rows:
         series = Series(tuple(taken), tuple(times["plain"]))
         low, high = series.interval()
         rows.append([name, f"{series.medians_ms()[0]:.1f}", f"{series.ratio:.3f}", f"{low:.3f} to {high:.3f}"])
-    return "A step beside the plain one", ["step", "ms", "ratio", "95% interval"], rows
+    return "A step beside the plain one", ["contender", "ms", "ratio", "95% interval"], rows
 
 
 def table(measurements: dict[str, Result]) -> Rows:
@@ -166,7 +166,7 @@ def table(measurements: dict[str, Result]) -> Rows:
         [name, f"{x.bits:.4f}", f"{x.num_bytes:,}", f"{x.tokens:,.0f}", f"{x.plain:,.0f}"]
         for name, x in measurements.items()
     ]
-    columns = ["model", "held-out bits per byte", "bytes", "baked, tokens/s", "same numbers in float, tokens/s"]
+    columns = ["contender", "held-out bits per byte", "bytes", "baked, tokens/s", "same numbers in float, tokens/s"]
     return "Compressed models of the main job", columns, rows
 
 

@@ -59,6 +59,8 @@ NOT_ON_A_GPU = {
     "tests/collectives": "simulated ranks, whose sums are the CPU's, and real ones over gloo",
     "tests/benchmarks": _OF_THE_HOST,
     "tests/command_line": _OF_THE_HOST,
+    "tests/compression": "files, and what was recorded of others on a CPU; kernels have tests of their own",
+    "tests/distill": "in float64, on simulated ranks; not tried on a GPU",
     "tests/profiling": "it counts the operators that run on a CPU",
     "tests/config": _DRAWN_FOR_A_CPU,
     "tests/data": _OF_THE_HOST,

@@ -174,7 +174,8 @@ def density_at(t: Tensor, density: float, offset: int, end: int, curve: Curve = 
     if end == offset:
         return torch.where(t >= offset, density, 1.0).double()
     p = ((t - offset) / (end - offset)).clamp(0, 1)
-    return density**p if curve == "exponential" else 1 - (1 - density) * (1 - (1 - p) ** 3)
+    between = density**p if curve == "exponential" else 1 - (1 - density) * (1 - (1 - p) ** 3)
+    return torch.where(p < 1, between, density)  # at the end to the bit: what it rounds to would keep one more
 
 
 def pack(mask: Tensor) -> Tensor:

@@ -169,7 +169,8 @@ class Pruned:
             scores = source.detach()
             scores = masks.head_scores(scores, self.num_heads) if self.num_heads else masks.row_scores(scores)
             return self.mask(scores, weight, call)
-        return self.mask(source.detach().flatten(), weight, call) * (1 + summed(source) - source.detach()).flatten()
+        gate = 1 + (summed(source) - source.detach()).flatten()  # the difference first: it is 0, whatever the sum
+        return self.mask(source.detach().flatten(), weight, call) * gate
 
     def mask(self, scores: Tensor, weight: str, call: Call) -> Tensor:
         """Return the mask in this call, (rows or heads,); note it where it is looked at."""

@@ -104,7 +104,7 @@ class PrunedWeights:
             return x * self.mask(x, x.detach().abs(), leaf, call).view(x.shape)
         if sums:  # what is masked already has no part in the loss
             mask = self.mask(x, scores, leaf, call).view(x.shape).to(x.dtype)
-            return x * (mask * (1 + summed(scores) - scores.detach()).to(x.dtype))
+            return x * (mask * (1 + (summed(scores) - scores.detach())).to(x.dtype))
         self.refuse_others(leaf, call)
         stay = self.block.mask(scores, masks.num_kept(self.schedule.density, self.block.count(leaf.shape)))
         gate = masks.straight_through(stay, scores).to(x.dtype)

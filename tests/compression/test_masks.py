@@ -115,3 +115,9 @@ def test_what_makes_no_mask_is_refused(arguments):
 def test_a_vector_has_no_rows():
     with pytest.raises(fds.FdsError, match="blocks"):
         masks.sparse(torch.randn(8), 0.5)
+
+
+@pytest.mark.parametrize("density", [0.3, 0.15, 0.05, 0.02, 0.01])
+def test_the_last_density_of_a_curve_is_the_density_to_the_bit(density):
+    for curve in ("cubic", "exponential"):
+        assert masks.density_at(torch.tensor([4, 5]), density, 0, 4, curve).tolist() == [density] * 2

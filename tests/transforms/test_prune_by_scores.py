@@ -245,3 +245,13 @@ def test_weights_without_scores_are_refused():
     with pytest.raises(StateError, match="no scores") as error:
         fds.compose(prune, fds.sgd(LR))(LAYERS).init(LAYERS.init)
     assert "with_scores" in error.value.hint
+
+
+@pytest.mark.parametrize("size", [0.3, 2.0**26])
+def test_sums_of_any_size_change_no_bit_of_what_the_loss_sees(size):
+    params = {"w": torch.randn(8, 8), "w_scores": torch.full((8, 8), size)}
+    step = fds.compose(fds.prune_weights("w", method="snip_momentum", density=1.0, offset=100), fds.sgd(0.0))(
+        lambda p, x: (x @ p["w"]).square().mean()
+    )
+    state, x = step.init(params), torch.randn(4, 8)
+    assert step(state, x)[1]["loss"] == (x @ params["w"]).square().mean()
