@@ -198,7 +198,8 @@ def packed_or_seen(
             at = call.given_to(view, "view", i, name)
             pack: Any = getattr(view, "packed", None)
             packed = None if pack is None else pack(x, leaf, at)
-            read = [{other: before[other] for other in view.reads(leaf)}] if hasattr(view, "reads") else []
+            names: Any = view.reads(leaf) if hasattr(view, "reads") else ()
+            read = [{n: before[n].to(seen[n].dtype) for n in names}] if hasattr(view, "reads") else []
             x = view(x, leaf, at, *read)
     fits = packed is not None and packed.shape == want.shape and torch.equal(packed.numbers(), want)
     return packed if packed is not None and fits else want

@@ -4,7 +4,8 @@ A view that has a method `encode(x, leaf)` says too what a state holds of a para
 called with that, before all other views. Both take `meta` tensors.
 
 A view that has a method `reads(leaf)` names other parameters (scores, steps of a grid, factors of low rank): it is
-called with them too, as the loss would see them without views, and its gradient goes to all of them.
+called with them too, as the loss would see them without views, and its gradient goes to all of them. It may name its
+own parameter, to look at it as no view before has changed it.
 
 One that has a method `check(shapes)` is called with the whole shapes of all parameters, by name, before a state is
 made, and raises an `FdsError` for those that it cannot view.
@@ -182,7 +183,7 @@ class Views:
     def _read(self, name: str) -> tuple[str, ...]:
         """Return the names of other parameters that the views of one read, in the order in which they are given."""
         reads = (names for view in self.functions for names in _read_by(view, self.leaves[name]))
-        return tuple(dict.fromkeys(itertools.chain.from_iterable(reads)))
+        return tuple(other for other in dict.fromkeys(itertools.chain.from_iterable(reads)) if other != name)
 
     def _shown(
         self,
@@ -214,7 +215,7 @@ class Views:
         self, leaf: Leaf, names: Sequence[str], setting: losses.Setting, runs: Runs | None, x: Tensor, *others: Tensor
     ) -> Tensor:
         """Return what the views make of a parameter, the same each time in one microbatch, given what they read."""
-        read = dict(zip(names, others, strict=True))
+        read = {leaf.name: x, **dict(zip(names, others, strict=True))}
         for i, view in enumerate(self.functions):
             call = setting.at(view, "view", i, leaf.name)
             call = call if runs is None else runs.noting(call, leaf.name)
@@ -226,7 +227,7 @@ class Views:
 
 
 def _read_by(view: Any, leaf: Leaf) -> list[Sequence[str]]:
-    """Return a list of what `view.reads` names; an empty one of a view that reads nothing but its parameter."""
+    """Return a list of what `view.reads` names; an empty one of a view that has no such method."""
     return [view.reads(leaf)] if forms.is_reading(view) else []
 
 

@@ -108,6 +108,10 @@ class Pruned:
         """Return the name of the scores of a weight."""
         return name + SUFFIXES["heads" if self.num_heads else "rows"]
 
+    def source_of(self, name: str) -> str:
+        """Return the name of what makes the mask of a weight: its scores, or itself."""
+        return name if self.method == "l1" else self.scores_of(name)
+
     def chooses(self, name: str) -> bool:
         """Say whether patterns choose a parameter, which is there."""
         return is_chosen(name, self.patterns, self.excluded) and (not self.weights or name in self.weights)
@@ -125,13 +129,8 @@ class Pruned:
         return [source for source in (weight, other) if source is not None and self.chooses(source)]
 
     def reads(self, leaf: Leaf) -> Sequence[str]:
-        """Return the names of what makes the masks of a parameter: scores, or weights."""
-        weights = self.weights_of(leaf)
-        return (
-            [weight for weight in weights if weight != leaf.name]
-            if self.method == "l1"
-            else [*map(self.scores_of, weights)]
-        )
+        """Return the names of what makes the masks of a parameter: scores, or weights as no other view changed them."""
+        return [*map(self.source_of, self.weights_of(leaf))]
 
     def __call__(self, x: Tensor, leaf: Leaf, call: Call, read: Mapping[str, Tensor]) -> Tensor:
         """Return a parameter times its masks, and what has none as it is."""
@@ -149,7 +148,7 @@ class Pruned:
                 )
         seen = x
         for weight in weights:
-            gate = self.gate(read.get(self.scores_of(weight), read.get(weight, x)), weight, leaf, call).to(x.dtype)
+            gate = self.gate(read[self.source_of(weight)], weight, leaf, call).to(x.dtype)
             if weight == leaf.name and self.num_heads:
                 gate = gate.repeat_interleave(x.shape[1] // self.num_heads)
             elif weight == leaf.name or x.dim() == 1:
@@ -197,9 +196,8 @@ class Pruned:
             names = self.related.names_of(name)
             if not names:
                 continue
-            source = x if self.method == "l1" else params[self.scores_of(name)]
-            keep = self.gate(source, name, Leaf(name, tuple(x.shape), x.dtype), call).detach() != 0
-            keep = keep.cpu()
+            leaf = Leaf(name, tuple(x.shape), x.dtype)
+            keep = (self.gate(params[self.source_of(name)], name, leaf, call).detach() != 0).cpu()
             if not self.num_heads:
                 cuts.append(Cut(name, 0, keep))
                 cuts += [Cut(bias, 0, keep) for bias in biases_of(name, params)]

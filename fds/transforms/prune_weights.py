@@ -84,8 +84,8 @@ class PrunedWeights:
         return len(leaf.shape) > 1 and is_chosen(leaf.name, self.patterns, self.excluded)
 
     def reads(self, leaf: Leaf) -> Sequence[str]:
-        """Return the name of the scores that make the mask of a parameter."""
-        return [self.scores_of(leaf.name)] if self.method != "l1" and self.prunes(leaf) else []
+        """Return the name of what makes the mask of a parameter: its scores, or itself, as no other view changed it."""
+        return [leaf.name if self.method == "l1" else self.scores_of(leaf.name)] if self.prunes(leaf) else []
 
     def __call__(self, x: Tensor, leaf: Leaf, call: Call, read: Mapping[str, Tensor]) -> Tensor:
         """Return a weight times its mask, and what is none of the weights as it is."""
@@ -99,9 +99,9 @@ class PrunedWeights:
                 got=f"{leaf.shape} for {tuple(x.shape)}: another view encodes it",
                 want="excluded=... with this one",
             )
-        scores = read.get(self.scores_of(leaf.name))
-        if scores is None:
-            return x * self.mask(x, x.detach().abs(), leaf, call).view(x.shape)
+        (scores,) = read.values()
+        if self.method == "l1":
+            return x * self.mask(x, scores.detach().abs(), leaf, call).view(x.shape)
         if sums:  # what is masked already has no part in the loss
             mask = self.mask(x, scores, leaf, call).view(x.shape).to(x.dtype)
             return x * (mask * (1 + (summed(scores) - scores.detach())).to(x.dtype))

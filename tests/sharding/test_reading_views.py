@@ -174,9 +174,34 @@ def test_others_composed_with_it_move_no_bit():
     assert_same_bits(trained(fds.checkpoint_activations()), plain)
 
 
+class Itself:
+    """The difference that the views before make, of a parameter that reads itself."""
+
+    draws = False
+
+    def reads(self, leaf):
+        return [leaf.name] if leaf.name.endswith("weight") else []
+
+    def __call__(self, x, leaf, call, read):
+        return x - read[leaf.name] if read else x
+
+
+@pytest.mark.parametrize("stage", [None, 0, 2, 3])
+def test_a_view_reads_its_own_parameter_as_no_view_has_changed_it(stage):
+    def run():
+        axis = None if stage is None else data_axis()
+        more = [] if stage is None else [fds.shard_optimizer(axis, stage=stage, bucket_bytes=200)]
+        return trained(*more, axis=axis, views=(Product(), Itself()))[0]
+
+    for params in [run()] if stage is None else fds.simulate(run, 2):
+        for name in ("0", "2"):  # up @ down alone is left: a weight's own gradients are 0
+            assert_same_bits(params[f"{name}.weight"], PARAMS[f"{name}.weight"])
+            assert not torch.equal(params[f"{name}.up"], PARAMS[f"{name}.up"])
+
+
 class Wrong(Product):
     def reads(self, leaf):
-        return ["2.weight"] if leaf.name == "2.weight" else ["nothing"]
+        return ["nothing"]
 
 
 def test_what_is_not_there_is_refused():

@@ -109,6 +109,19 @@ def test_one_mask_is_that_of_the_weights_when_the_updates_of_the_offset_are_appl
     torch.testing.assert_close(step.evaluate(state, batch(99))["loss"], LOSS(seen, batch(99)), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_masks_are_of_weights_as_the_state_holds_them(ranks):
+    coarse = fds.quantize_weights("*.weight", bits=3, rounding="stochastic")  # each microbatch draws another rounding
+    want = {name: largest(0, PARAMS[name]).double() for name in WEIGHTS}
+
+    def run():
+        data = [fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=3)] if ranks > 1 else []
+        step = composed(*data, coarse, ranks=ranks, density=0.5)
+        assert_same_bits(masks_of(train(step, step.init(PARAMS), range(1))), want)
+
+    fds.simulate(run, ranks) if ranks > 1 else run()
+
+
 def test_densities_fall_to_the_last_one():
     step = composed(**GRADUAL)
     state = train(step, step.init(PARAMS))

@@ -66,12 +66,12 @@ def viewed(x: Any, view: Any) -> Tensor:
 
 def read_by_view(leaves: Mapping[str, Tensor], other: str, name: str) -> Tensor:
     """Return a parameter that the view of another reads. Raises `ComposeError` for one that is not there."""
-    if other == name or other not in leaves:
+    if other not in leaves:
         raise ComposeError(
             "a view reads a parameter that is not there",
             where=f"station 'view', reads of {name}",
-            got=f"{other!r}{' itself' * (other == name)}",
-            want=f"other parameters that this rank has: {', '.join(leaves)[:120]}",
+            got=repr(other),
+            want=f"parameters that this rank has: {', '.join(leaves)[:120]}",
             hint="the stages of a pipeline have the parameters of their layers",
         )
     return leaves[other]
