@@ -63,7 +63,8 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, least: Tensor, greatest: Tensor, bits: int, symmetric: bool) -> Tensor:
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-        least, greatest, half = least.to(wide), greatest.to(wide), 2 ** (bits - 1)
+        dtype, half = x.dtype, 2 ** (bits - 1)
+        x, least, greatest = x.to(wide), least.to(wide), greatest.to(wide)  # an end of 0 dims does not widen x
         if symmetric:
             step = torch.maximum(-least, greatest) / half
             step = torch.where(step == 0, 1, step)  # x is 0 there, and stays so
@@ -74,7 +75,7 @@ class _Rounded(torch.autograd.Function):
             step = torch.where(flat, 1, step)
             zero = torch.where(flat, least, (least / step).round() * step)
             q = torch.sub(x, zero).div_(step).round_().clamp(0, 2 * half - 1).mul_(step).add_(zero)
-        return q.to(x.dtype)
+        return q.to(dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -141,17 +141,17 @@ def _binary(x: Tensor) -> Integers:
 
 
 def reference(
-    x: Tensor, bits: int | Tensor, scheme: str, symmetric: bool, noise: Tensor | None
+    x: Tensor, bits: int | Tensor, scheme: str, symmetric: bool, noise: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Return y in plain torch, but for 2 and 1 bits of "deepspeed", and for "torchao" where q is not clamped."""
     rounded = integers(x, bits, scheme=scheme, symmetric=symmetric, noise=noise)
     low, high = bounds(bits, scheme, symmetric)
     if scheme == "deepspeed":
         rounded.q.clamp_(low, high)
-        return rounded.numbers(scheme).to(x.dtype), None
+        return rounded.numbers(scheme).to(dtype), None
     clamped = rounded.q.clamp(low, high)
     inside = clamped == rounded.q
-    return rounded._replace(q=clamped).numbers(scheme).to(x.dtype), inside
+    return rounded._replace(q=clamped).numbers(scheme).to(dtype), inside
 
 
 # A program has 2048 numbers, 16 for each thread, or one group that is larger. Derived, not measured.
@@ -230,19 +230,19 @@ def _kernel(
 
 
 def _fake(
-    x: Tensor, bits: int, level: Tensor | None, scheme: str, symmetric: bool, noise: Tensor | None
+    x: Tensor, bits: int, level: Tensor | None, scheme: str, symmetric: bool, noise: Tensor | None, wide: bool
 ) -> tuple[Tensor, Tensor]:
-    y = x.new_empty(x.shape)
+    y = x.new_empty(x.shape, dtype=torch.float32 if wide else x.dtype)
     return y, x.new_empty(x.shape if scheme == "torchao" else 0, dtype=torch.bool)
 
 
 @operator("fake_quantize", _fake)
 def _launched(
-    x: Tensor, bits: int, level: Tensor | None, scheme: str, symmetric: bool, noise: Tensor | None
+    x: Tensor, bits: int, level: Tensor | None, scheme: str, symmetric: bool, noise: Tensor | None, wide: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return what `reference` does by the kernel, of `bits`, or of those that `level` () says."""
+    """Return what `reference` does by the kernel, of `bits`, or of those that `level` () says; `wide` in float32."""
     x, noise = x.contiguous(), None if noise is None else noise.contiguous()
-    y, inside = _fake(x, bits, level, scheme, symmetric, noise)
+    y, inside = _fake(x, bits, level, scheme, symmetric, noise, wide)
     groups, n = x.shape
     if not x.numel():
         return y, inside
@@ -276,22 +276,23 @@ def _rounded(
     """Return y, and where q is not clamped; None where that does not matter for the gradient."""
     y: Tensor | None = None
     inside = None
+    dtype = x.dtype if kept is None else arguments.width(x)  # what is mixed in is rounded with it, once
     if scheme == "torchao" or reach[1] > 2:
         if runs_triton("fake_quantize", x):
             number, level = (0, bits) if isinstance(bits, Tensor) else (bits, None)
-            y, kept_inside = _launched(x, number, level, scheme, symmetric, noise)
+            y, kept_inside = _launched(x, number, level, scheme, symmetric, noise, dtype is not x.dtype)
             inside = kept_inside if scheme == "torchao" else None
         else:
-            y, inside = reference(x, bits, scheme, symmetric, noise)
+            y, inside = reference(x, bits, scheme, symmetric, noise, dtype)
     if scheme == "deepspeed":
         for few in (2, 1):
             if reach[0] <= few <= reach[1]:
-                z = integers(x, few, scheme=scheme, symmetric=symmetric, low=few).numbers(scheme).to(x.dtype)
+                z = integers(x, few, scheme=scheme, symmetric=symmetric, low=few).numbers(scheme).to(dtype)
                 y = z if y is None else torch.where(torch.as_tensor(bits == few), z, y)
     assert y is not None
     if kept is not None:
-        share = kept.to(torch.promote_types(x.dtype, torch.float32))
-        y = torch.where(share == 1, x, share * x + (1 - share) * y).to(x.dtype)
+        share, wide = kept.to(dtype), x.to(dtype)
+        y = torch.where(share == 1, wide, share * wide + (1 - share) * y).to(x.dtype)
     return y, inside
 
 
@@ -322,7 +323,8 @@ class _StraightThrough(Function):
         saved = ctx.saved_tensors  # read once: a checkpoint computes them
         if saved:
             inside, *kept = saved
-            dy = torch.where(inside, dy, kept[0].to(dy.dtype) * dy if kept else 0)
+            wide = arguments.width(dy)
+            dy = torch.where(inside, dy, (kept[0].to(wide) * dy.to(wide)).to(dy.dtype) if kept else 0)
         return dy, None, None, None, None, None, None
 
 

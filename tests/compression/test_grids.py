@@ -118,6 +118,14 @@ def test_a_share_of_the_weight_is_mixed_in():
         assert fake_quantize(x, 4, scheme=scheme, kept=torch.tensor(1.0)).equal(x)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_mixed_in_is_rounded_with_the_rest_once(dtype):
+    x = WEIGHTS.to(dtype)
+    for bits in (4, 2):
+        y = fake_quantize(x, bits, kept=torch.tensor(0.3, dtype=torch.float64))
+        assert_same_bits(y, (0.3 * x.float() + (1 - torch.tensor(0.3)) * fake_quantize(x.float(), bits)).to(dtype))
+
+
 def test_groups_of_a_weight():
     group = numbers_per_group
     assert [group("w", (6, 8), 4, None), group("w", (6, 8), "rows", None), group("w", (6, 8), 1, 4)] == [12, 8, 4]

@@ -54,6 +54,9 @@ def test_numbers_are_rounded_once(dtype):
         assert got.dtype == dtype
         rtol = 0 if dtype is torch.float32 else torch.finfo(dtype).eps
         torch.testing.assert_close(got.float(), want, rtol=rtol, atol=0)
+        mixed = fake_quantize(x, bits, kept=torch.tensor(0.3))
+        with only("triton"):
+            assert_same_bits(fake_quantize(x, bits, kept=torch.tensor(0.3)), mixed)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

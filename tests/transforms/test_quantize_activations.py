@@ -268,6 +268,10 @@ def test_numbers_of_16_bits_are_rounded_in_float32_and_once_more_to_them(dtype):
     x = torch.randn(16, 64).to(dtype)
     want = on_grid(x.float(), x.float().amin(1, True), x.float().amax(1, True), 8, symmetric=True).to(dtype)
     assert_same_bits(ActivationGrid().by_groups(x, "token"), want)
+    for symmetric in (True, False):  # ends of 0 dims, which do not widen what they divide
+        least, greatest = torch.tensor(-1.7), torch.tensor(2.3)
+        want = on_grid(x.float(), least, greatest, 8, symmetric=symmetric).to(dtype)
+        assert_same_bits(ActivationGrid(8, symmetric).between(x, least, greatest), want)
 
 
 def test_gradients_pass_straight_through_also_by_torch_func():
