@@ -32,6 +32,7 @@ def hidden(student: Tensor, teacher: Tensor, *, projection: Tensor | None = None
     `LossError` for other shapes and dtypes.
     """
     check_pair("hidden", student, teacher, dims=1)
+    student, teacher = _counted("hidden", student, mask), _counted("hidden", teacher, mask)
     wide = wide_dtype(student)
     states = student.to(wide)
     if projection is not None:
@@ -79,7 +80,7 @@ def attention(student: Tensor, teacher: Tensor, *, mask: Tensor | None = None) -
         )
     wide = wide_dtype(student)
     counts = student.isfinite() & teacher.isfinite()
-    if mask is not None and _fits("attention", mask, student[:, 0, :, 0]) and student.shape[2] == student.shape[3]:
+    if mask is not None and _fits("attention", mask, student.shape[::2]) and student.shape[2] == student.shape[3]:
         counts = counts & (mask != 0)[:, None, None, :]
     # zeros in the place of what does not count, before the difference: infinity times 0 is no gradient of 0
     apart = student.to(wide).masked_fill(~counts, 0.0) - teacher.detach().to(wide).masked_fill(~counts, 0.0)
@@ -115,7 +116,8 @@ def relations(student: Tensor, teacher: Tensor, *, heads: int, mask: Tensor | No
         )
     wide = wide_dtype(student)
     keys = None
-    if mask is not None and _fits("relations", mask, student[..., 0]):
+    if mask is not None:
+        student, teacher = _counted("relations", student, mask), _counted("relations", teacher, mask)
         keys = (mask != 0)[:, None, None, :]
 
     def log_relations(x: Tensor) -> Tensor:  # (B, heads, S, S)
@@ -132,9 +134,16 @@ def mean_of(name: str, losses: Tensor, mask: Tensor | None) -> Mean:
     """Return the mean of losses (...,) by a mask (...,); what it does not count may be NaN."""
     if mask is None:
         return Mean(losses.sum(), losses.numel())
-    _fits(name, mask, losses)
+    _fits(name, mask, losses.shape)
     weights = mask.to(losses.dtype)
     return Mean((losses.masked_fill(mask == 0, 0.0) * weights).sum(), weights.sum())
+
+
+def _counted(name: str, x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return x (..., D) with zeros where a mask (...,) is 0: of NaN there a gradient of 0 would be made NaN."""
+    if mask is None or not _fits(name, mask, x.shape[:-1]):
+        return x
+    return x.masked_fill((mask == 0)[..., None], 0.0)
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -161,15 +170,15 @@ def check_pair(name: str, student: object, teacher: object, *, dims: int) -> Non
         )
 
 
-def _fits(name: str, mask: object, losses: Tensor) -> bool:
-    """Return True. Raises `LossError` for a mask of another shape than losses."""
-    if isinstance(mask, Tensor) and mask.shape == losses.shape and not mask.is_complex():
+def _fits(name: str, mask: object, shape: torch.Size) -> bool:
+    """Return True. Raises `LossError` for a mask of another shape."""
+    if isinstance(mask, Tensor) and mask.shape == shape and not mask.is_complex():
         return True
     raise LossError(
         f"distill.{name}: the mask does not say what each token weighs",
         where="mask",
         got=_kind(mask),
-        want=f"booleans or numbers of shape {tuple(losses.shape)}",
+        want=f"booleans or numbers of shape {tuple(shape)}",
     )
 
 

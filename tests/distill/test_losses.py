@@ -178,6 +178,20 @@ def test_relations_of_models_of_different_widths():
     assert torch.autograd.grad(got, s)[0].isfinite().all()
 
 
+def test_what_a_mask_leaves_out_has_a_gradient_of_zero_also_where_it_is_nan():
+    mask, w = torch.tensor([[1] * 5, [1, 1, 1, 0, 0]]), draw(8, 4, seed=2).requires_grad_()
+    clean, t = draw(2, 5, 4), draw(2, 5, 8, seed=1)
+    spoiled = [x.masked_fill((mask == 0)[..., None], math.nan) for x in (clean, t)]
+    for way in (
+        lambda s, t: mean(distill.hidden(s, t, projection=w, mask=mask)),
+        lambda s, t: mean(distill.relations(s, t, heads=2, mask=mask)) + 0 * w.sum(),
+    ):
+        want, got = ((way(s.requires_grad_(), t), s) for s, t in ((clean, t), spoiled))
+        assert torch.equal(got[0], want[0])
+        for a, b in zip(*(torch.autograd.grad(loss, [s, w]) for loss, s in (got, want)), strict=True):
+            assert torch.equal(a, b)
+
+
 S, M = torch.randn(2, 3, 4), torch.ones(2, 3)
 AT = torch.zeros(2, 3, 1, dtype=torch.int64)
 
