@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fds import kernels, tree
 from fds.compression.grids import Groups, Packed, Scheme, numbers_per_group, pack
-from fds.errors import FLAG, ComposeError, Rule, count, is_a, is_int, is_number
+from fds.errors import FLAG, ComposeError, Rule, StateError, count, is_a, is_int, is_number
 from fds.layout import Leaf
 from fds.step import Call, Step, fill, transform
 
@@ -98,9 +98,15 @@ class Quantized:
         return self.rounding == "stochastic"
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise `StateError` for a pattern without a match, `ComposeError` for weights it cannot round."""
+        """Raise `StateError` for patterns without a match or a weight, `ComposeError` for weights it cannot round."""
         tree.match(self.patterns, shapes, what="quantize_weights")
         weights = [name for name, shape in shapes.items() if self.takes(name, len(shape))]
+        if not weights:
+            raise StateError(
+                "quantize_weights: patterns choose no weight",
+                got=tree.named([*self.patterns]),
+                want="one of 2 or more dims; one of fewer by its whole name",
+            )
         tree.match(self.factors, weights, what="quantize_weights(factors=...)")
         for name in weights:
             numbers_per_group(name, shapes[name], self.groups, self.group_size)
@@ -264,7 +270,7 @@ def quantize_weights(
     Several may stand in a composition, on weights that are apart. On a tensor axis a group lies on one rank.
 
     Raises `ComposeError` for other values, for groups that a weight does not divide into, and where ranks hold parts
-    of a group; `StateError` at init for a pattern that matches nothing.
+    of a group; `StateError` at init for a pattern that matches nothing, and patterns that choose no weight.
     """
     start, target = bits if tree.is_sequence(bits) else (bits, bits)
     if not patterns or not all(is_a(p, str) for p in patterns):

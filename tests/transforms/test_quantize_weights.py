@@ -346,6 +346,7 @@ def test_bad_weights_are_refused_before_anything_runs():
     init = lambda *views: fds.compose(*views, fds.sgd(0.1))(LAYERS).init(PARAMS)
     for kind, pattern, views in (
         (StateError, "matches no parameter", [fds.quantize_weights("head.*")]),
+        (StateError, "choose no weight", [fds.quantize_weights("*.bias", bits=4)]),
         (StateError, "matches no parameter", [fds.quantize_weights("0.*", bits=(8, 4), factors={"2.*": 0.1})]),
         (ComposeError, "cannot be cut", [fds.quantize_weights("*", group_size=5)]),
         (ComposeError, "quantized twice", [fds.quantize_weights("0.*"), fds.quantize_weights("*")]),
