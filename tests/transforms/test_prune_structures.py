@@ -136,17 +136,21 @@ def test_rows_biases_and_the_columns_that_take_them(stage, related):
         fds.simulate(lambda: run(fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=stage)), 2)
 
 
-def test_rows_are_chosen_as_the_state_holds_them_whatever_masks_come_before():
+@pytest.mark.parametrize("density", [0.1, 0.3])
+def test_rows_are_chosen_as_the_state_holds_them_whatever_masks_come_before(density):
     _, loss, params = problem(multilayer)
-    weights = fds.prune_weights("0.weight", density=0.1)
+    with torch.no_grad():
+        params["0.weight"][0] = torch.tensor([2.0, 0, 0, 0])  # the largest number, of no large row
+        params["0.weight"][1:6] = 0.9
+    weights = fds.prune_weights("0.weight", density=density)
     step = fds.compose(weights, fds.prune_rows("0.weight", density=0.4, related="next"), fds.sgd(LR))(loss)
-    state = train(multilayer, step, step.init(params), range(1))
-    rows = keeps(params["0.weight"].abs().sum(1), 0.4)
+    begun = step.init(params)
+    state, rows = train(multilayer, step, begun, range(1)), keeps(params["0.weight"].abs().sum(1), 0.4)
     words = state.slots["pruned_rows"]["0.weight"]
     assert_same_bits(fds.compression.masks.unpack(words, 12).double(), rows.view(1, -1))
-    seen = fds.step.seen_parameters(step, state)
-    assert not seen["0.weight"][rows == 0].any()
-    assert_same_bits((seen["2.weight"] != 0).any(0), rows != 0)
+    for seen in (fds.step.seen_parameters(step, begun), fds.step.seen_parameters(step, state)):
+        assert not seen["0.weight"][rows == 0].any()
+        assert_same_bits((seen["2.weight"] != 0).any(0), rows != 0)
 
 
 def test_trained_scores_choose_rows_and_learn_by_weights_and_biases():
