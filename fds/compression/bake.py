@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +19,7 @@ from fds.compression._shrink import Cut, shrink
 from fds.compression.compressed_files import write
 from fds.compression.grids import Packed
 from fds.compression.packed_modules import hold, unpacked
-from fds.errors import ComposeError, is_a, is_int
+from fds.errors import ComposeError, StateError, is_a, is_int
 from fds.layout import Leaf
 from fds.state import State
 from fds.step import Call, Dimensions, Step, seen_parameters
@@ -145,7 +145,8 @@ def bake(step: Step, state: State, module: nn.Module | None = None) -> Baked:
         module: whose structure is taken; None for that of the loss: of `fds.Layers` the layers without the criterion,
             of another loss the one module that it calls by `fds.functional`.
 
-    Raises `LossError` where a loss has no such module, `StateError` for another step's state.
+    Raises `LossError` where a loss has no such module, `StateError` for another step's state, and where a later view
+    has made columns other than 0 that are to be left out.
     """
     if not is_a(step, Step) or not is_a(state, State):
         raise ComposeError(
@@ -163,6 +164,7 @@ def bake(step: Step, state: State, module: nn.Module | None = None) -> Baked:
             bake_calls(structure.module, structure.prefix, Call.with_state(state, Dimensions(), training=False))
     masked = structure.module.eval()
     path_of = {name: path for path, name in structure.paths.items()}
+    _check_zeros(cuts, seen)
     smaller = shrink(masked, [attrs.evolve(cut, name=path_of[cut.name]) for cut in cuts if cut.name in path_of])
     left = dict(smaller.named_parameters(remove_duplicate=False))
     entries: list[Entry] = []
@@ -182,6 +184,25 @@ def removed_by(step: Step, state: State, before: Mapping[str, Tensor], seen: Map
         removed: Any = getattr(view, "removed", None)
         cuts += [] if removed is None else removed(params, call.given_to(view, "view", i))
     return cuts
+
+
+def _check_zeros(cuts: Sequence[Cut], seen: Mapping[str, Tensor]) -> None:
+    """Raise `StateError` for columns that are to be left out and of which the loss reads other numbers than 0.
+
+    Rows may have any numbers: what takes them has such columns.
+    """
+    for cut in cuts:
+        x = seen.get(cut.name)
+        if x is None or not 0 < cut.dim < x.dim() or cut.keep.shape != (x.shape[cut.dim],) or not cut.keep.any():
+            continue
+        if x.movedim(cut.dim, 0)[~cut.keep.to(x.device)].any():
+            raise StateError(
+                "what is to be left out of a weight is not 0",
+                where=cut.name,
+                got="a view after pruning that makes other numbers of zeros",
+                want="zeros, as masks leave them",
+                hint="compose pruning after that view",
+            )
 
 
 def packed_or_seen(

@@ -178,7 +178,7 @@ def with_scores(config: Groups, model: nn.Module) -> nn.Module:
 
 
 def check_signs(config: Groups, model: Parts | None) -> None:
-    """Raise `ConfigError` for weights that are made zero by size and then rounded to a sign, which zero has too."""
+    """Raise `ConfigError` for weights that are made zero by size and then rounded to a sign, or a grid without zero."""
     asked = config.compression_training
     if model is None:
         return
@@ -188,14 +188,16 @@ def check_signs(config: Groups, model: Parts | None) -> None:
         shared = asked[key].shared_parameters
         groups = groups_of(asked[key], key, model, *of) if shared.enabled and shared.method == "l1" else []
         pruned |= {part.weight: group.path for group in groups for part in group.parts or ()}
+    shifted = asked.weight_quantization.shared_parameters.quantization_type != "symmetric"
     for group in groups_of(asked.weight_quantization, "weight_quantization", model, *_WEIGHTS):
-        both = [part for part in group.parts or () if part.weight in pruned and group.params.target_bits == 1]
+        lost = shifted or group.params.target_bits == 1
+        both = [part for part in group.parts or () if part.weight in pruned and lost]
         if both:
             raise ConfigError(
-                "a weight of one bit is never zero",
+                "a weight of a shifted grid may have no zero" if shifted else "a weight of one bit is never zero",
                 where=f"{group.path}.params.target_bits, {pruned[both[0].weight]}",
-                got=f"1, and pruning by size, of {both[0].path}",
-                want='2 bits or more, which have a zero, "topk", or other modules',
+                got=f"{'asymmetric' if shifted else 1}, and pruning by size, of {both[0].path}",
+                want='2 bits or more, symmetric, which have a zero, "topk", or other modules',
             )
 
 

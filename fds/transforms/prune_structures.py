@@ -128,6 +128,10 @@ class Pruned:
         other = None if is_vector or self.num_heads else self.related.weight_of(name)
         return [source for source in (weight, other) if source is not None and self.chooses(source)]
 
+    def prunes(self, leaf: Leaf) -> bool:
+        """Say whether a parameter is multiplied by masks."""
+        return bool(self.weights_of(leaf))
+
     def reads(self, leaf: Leaf) -> Sequence[str]:
         """Return the names of what makes the masks of a parameter: scores, or weights as no other view changed them."""
         return [*map(self.source_of, self.weights_of(leaf))]

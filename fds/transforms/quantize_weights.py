@@ -90,6 +90,7 @@ class Quantized:
     mixing: float | None
     factors: Mapping[str, tuple[float, ...]]
     others: tuple[Quantized, ...] = attrs.field(default=(), repr=False)
+    pruning: tuple[Any, ...] = attrs.field(default=(), repr=False)  # views that mask weights before this one
     _bits: dict[str, Bits] = attrs.field(factory=dict[str, Bits], init=False, repr=False)
 
     @property
@@ -114,6 +115,21 @@ class Quantized:
                 raise ComposeError(
                     "a weight is quantized twice", where=name, got=repr(self.patterns), want="patterns that are apart"
                 )
+
+            leaf = Leaf(name, tuple(shapes[name]), torch.float32, True)
+            if not self.has_zero and any(view.prunes(leaf) for view in self.pruning):
+                raise ComposeError(
+                    "quantize_weights: a grid without 0 would lose the zeros that pruning has made",
+                    where=name,
+                    got=f"bits={self.target}, symmetric={self.symmetric}",
+                    want="2 bits or more of a symmetric grid, or scheme='torchao'",
+                    hint="compose the other way round: quantize_weights first, pruning after it",
+                )
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether 0 stays 0: the sign that is 1 bit has none, nor need a shifted grid of "deepspeed"."""
+        return self.scheme == "torchao" or (self.symmetric and self.target > 1)
 
     def takes(self, name: str, dims: int) -> bool:
         """Say whether this is the view of a parameter with so many dims."""
@@ -269,8 +285,9 @@ def quantize_weights(
 
     Several may stand in a composition, on weights that are apart. On a tensor axis a group lies on one rank.
 
-    Raises `ComposeError` for other values, for groups that a weight does not divide into, and where ranks hold parts
-    of a group; `StateError` at init for a pattern that matches nothing, and patterns that choose no weight.
+    Raises `ComposeError` for other values, for groups that a weight does not divide into, where ranks hold parts of a
+    group, and at init for a grid without 0 (1 bit, or a shifted one, of "deepspeed") after pruning of a weight;
+    `StateError` at init for a pattern that matches nothing, and patterns that choose no weight.
     """
     start, target = bits if tree.is_sequence(bits) else (bits, bits)
     if not patterns or not all(is_a(p, str) for p in patterns):
@@ -318,6 +335,7 @@ def quantize_weights(
             mixing,
             values,
             others,
+            tuple(view for view in step.view if hasattr(view, "prunes")),
         )
         return fill(step, view=view)
 

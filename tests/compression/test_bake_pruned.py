@@ -9,6 +9,7 @@ from torch import nn
 
 import fds
 from fds.compression import sensitivity, with_scores
+from fds.errors import ComposeError, StateError
 from tests.bits import assert_same_bits
 from tests.golden import pruning_masks as golden
 from tests.transforms import test_prune_structures as structures
@@ -68,6 +69,47 @@ def test_rows_by_their_sensitivity_and_weights_in_integers():
     assert baked.module[0].out_features == baked.module[2].in_features == 6
     assert [entry.bits for entry in baked.entries if entry.name == "4.weight"] == [8]
     assert isinstance(baked.module, nn.Sequential)
+
+
+@pytest.mark.parametrize("name", ["next rows", "channels", "heads"])
+@pytest.mark.parametrize("grid", [{"bits": 1}, {"bits": (4, 1)}, {"bits": 4, "symmetric": False}], ids=str)
+def test_a_grid_without_zero_comes_before_pruning(grid, name):
+    kind, more, prune = CASES[name]
+    quantize = fds.quantize_weights("*.weight", **grid)
+    with pytest.raises(ComposeError, match="a grid without 0") as error:
+        trained(kind, [prune(), quantize], **more)
+    assert "quantize_weights first" in error.value.hint
+    step, state = trained(kind, [quantize, prune()], **more)
+    baked = fds.bake(step, state)
+    compare(kind, step, state, baked)
+    sizes = {n: tuple(m.weight.shape) for n, m in baked.module.named_modules() if n in structures.SMALLER[name]}
+    assert sizes == structures.SMALLER[name]
+
+
+def test_zeros_of_single_weights_stay_zeros():
+    _, loss, params = problem(structures.multilayer)
+    prune = fds.prune_weights("2.weight", density=0.25)
+    with pytest.raises(ComposeError, match="a grid without 0"):
+        fds.compose(prune, fds.quantize_weights("*", bits=1), fds.sgd(LR))(loss).init(params)
+    apart = [prune, fds.quantize_weights("4.weight", bits=1)]  # which no mask makes zero
+    for prunes in (apart, [prune, fds.quantize_weights("*", bits=1, scheme="torchao")]):
+        step, state = trained(structures.multilayer, prunes)
+        seen = fds.step.seen_parameters(step, state)
+        assert not seen["2.weight"][
+            fds.compression.masks.unpack(state.slots["pruned_weights"]["2.weight"], 12) == 0
+        ].any()
+
+
+@fds.step.transform
+def shifted():
+    return lambda step: fds.step.fill(step, view=lambda x, leaf, call: x + 1 if leaf.name == "2.weight" else x)
+
+
+def test_columns_that_are_not_zero_are_not_left_out():
+    step, state = trained(structures.multilayer, [fds.prune_rows("0.weight", density=0.4, related="next"), shifted()])
+    with pytest.raises(StateError, match="not 0") as error:
+        fds.bake(step, state)
+    assert error.value.where == "2.weight"
 
 
 NAMES = {"fc1.weight_row_scores": "fc1.row_scores", "fc2.weight_scores": "fc2.sparse_scores"}

@@ -364,6 +364,9 @@ def test_a_weight_of_one_bit_is_not_pruned_by_size():
     with pytest.raises(ConfigError, match="a weight of one bit is never zero"):
         composed(filled(Bert()), rows)
     composed(filled(Bert()), weights(2, ["attention.self"]) | golden.pruned("sparse_pruning", 0.5, ["self.query"]))
+    shifted = weights(4, ["attention.self"], kind="asymmetric")
+    with pytest.raises(ConfigError, match="shifted grid may have no zero"):
+        composed(filled(Bert()), shifted | golden.pruned("sparse_pruning", 0.5, ["self.query"]))
     by_scores = weights(1, ["attention.self"]) | golden.pruned("sparse_pruning", 0.5, ["self.query"], "topk")
     text = str(composed(filled(Bert()), by_scores)[0].composition)  # whose masks are of what is rounded
     assert text.index("quantize_weights") < text.index("prune_weights")
