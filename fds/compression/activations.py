@@ -101,10 +101,21 @@ class RoundedInputs:
 
     @classmethod
     def put(cls, module: nn.Module, grid: ActivationGrid, per: Per | Literal["all"], range_: Tensor) -> None:
-        """Put one before a module."""
+        """Put one before a module, in the place of another."""
+        cls.remove(module)
         module.register_forward_pre_hook(cls(grid, per), with_kwargs=True)
         if per == "all":
             module.register_buffer("input_range", range_.clone())
+
+    @classmethod
+    def remove(cls, module: nn.Module) -> None:
+        """Take away what was put before a module."""
+        hooks = {key: hook for key, hook in module._forward_pre_hooks.items() if isinstance(hook, cls)}
+        for key, hook in hooks.items():
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            if hook.per == "all":
+                del module.input_range
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Return arguments with the first one rounded."""

@@ -12,6 +12,7 @@ Source: compressed-tensors 0.20.1, compressors/pack_quantized and quantization/q
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from fds.compression.activations import ActivationGrid, RoundedInputs
 from fds.compression.grids import Packed, Scheme
-from fds.compression.packed_modules import Holding, hold, packed_of
+from fds.compression.packed_modules import Holding, hold, packed_of, unpacked
 from fds.errors import StorageError, is_a
 from fds.storage.disk.files import check_path, read_errors
 from fds.storage.disk.placing import replace_files
@@ -90,7 +91,8 @@ def write(module: nn.Module, folder: str | os.PathLike[str]) -> list[Path]:
         "global_compression_ratio": None,
     }
     with read_errors("read", to):
-        config = json.loads((to / CONFIG).read_text()) if (to / CONFIG).exists() else {}
+        text = (to / CONFIG).read_text() if (to / CONFIG).exists() else "{}"
+    config = _parsed(text, to / CONFIG)
     config.pop("quantization_config", None)
     config |= {"fds": {"integers": integers, "inputs": _inputs(module)}} | (
         {"quantization_config": quantization} if groups else {}
@@ -101,10 +103,22 @@ def write(module: nn.Module, folder: str | os.PathLike[str]) -> list[Path]:
     return [to / MODEL, to / CONFIG]
 
 
+def _parsed(text: str, path: Path) -> dict[str, Any]:
+    """Return a JSON object. Raises `StorageError` for anything else."""
+    try:
+        config = json.loads(text)
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise StorageError("this is no JSON object", where=str(path), got=text[:80], want="an object, or no file")
+    return config
+
+
 def read_baked(folder: str | os.PathLike[str], module: nn.Module) -> nn.Module:
     """Fill a module with what `Baked.save` wrote of one of the same structure, in place, and return it in eval mode.
 
-    Raises `StorageError` for files that cannot be read, and for a module of another structure.
+    It is then what was written, whatever it was: reading twice is reading once. Raises `StorageError` for files that
+    cannot be read, and for a module of other names, shapes or dtypes, which stays as it is.
     """
     at = check_path(folder, "folder")
     if not is_a(module, nn.Module):
@@ -116,24 +130,49 @@ def read_baked(folder: str | os.PathLike[str], module: nn.Module) -> nn.Module:
     except (ValueError, KeyError, TypeError) as error:
         want = f"{MODEL} and {CONFIG}, as Baked.save writes them"
         raise StorageError("this is no baked model", where=str(at), got=str(error)[:200], want=want) from None
-    for path, described in integers.items():
-        parent, _, name = path.rpartition(".")
-        try:
-            hold(module.get_submodule(parent), name, _packed(path, described, tensors))
-        except (AttributeError, KeyError) as error:
-            raise StorageError(
-                "this module has another structure", where=path, got=str(error)[:200], want="that which was baked"
-            ) from error
-    for path, described in config["fds"].get("inputs", {}).items():
-        grid = ActivationGrid(described["bits"], described["symmetric"])
-        RoundedInputs.put(module.get_submodule(path), grid, described["per"], torch.zeros(2))
-    names = module.state_dict().keys()
-    plain = {name: x for name, x in tensors.items() if name in names}
-    missing = [name for name in names if name not in plain and not _is_held(name, integers)]
-    if missing:
-        raise StorageError("this module has another structure", where=missing[0], got="nothing", want="a tensor")
+    inputs: dict[str, dict[str, Any]] = config["fds"].get("inputs", {})
+    plain = {name: x for name, x in tensors.items() if not _is_held(name, integers)}
+    trial = _without_numbers(module)
+    try:
+        packed = {path: _packed(path, described, tensors) for path, described in integers.items()}
+        _restructure(trial, packed, inputs)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        want = "a module of the structure that was baked"
+        raise StorageError("this module has another structure", got=str(error)[:200], want=want) from error
+    has = {name: x for name, x in trial.state_dict().items() if not _is_held(name, integers)}
+    for name in sorted(has.keys() | plain.keys()):
+        got, want = (f"{tuple(x[name].shape)} {x[name].dtype}" if name in x else "nothing" for x in (has, plain))
+        if got != want:
+            raise StorageError("this module has another structure", where=name, got=got, want=want)
+    _restructure(module, packed, inputs)
     module.load_state_dict(plain, strict=False)
     return module.eval()
+
+
+def _without_numbers(module: nn.Module) -> nn.Module:
+    """Return a copy of a module on the meta device."""
+    memo = dict[int, Any]()
+    for x in (*module.parameters(), *module.buffers()):
+        meta = x.detach().to("meta")
+        memo[id(x)] = nn.Parameter(meta, requires_grad=False) if isinstance(x, nn.Parameter) else meta
+    return copy.deepcopy(module, memo)
+
+
+def _restructure(module: nn.Module, packed: dict[str, Packed], inputs: dict[str, dict[str, Any]]) -> None:
+    """Have a module hold these parameters as integers, no others, and round these inputs, no others."""
+    unpacked(module)
+    for path, value in packed.items():
+        parent, _, name = path.rpartition(".")
+        x = module.get_submodule(parent)._parameters[name]
+        if x is None or (tuple(x.shape), x.dtype) != (value.shape, value.dtype):
+            got = None if x is None else (tuple(x.shape), x.dtype)
+            raise ValueError(f"{path}: {got} for {value.shape}, {value.dtype}")
+        hold(module.get_submodule(parent), name, value)
+    for part in module.modules():
+        RoundedInputs.remove(part)
+    for path, described in inputs.items():
+        grid = ActivationGrid(described["bits"], described["symmetric"])
+        RoundedInputs.put(module.get_submodule(path), grid, described["per"], torch.zeros(2))
 
 
 def _inputs(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -144,7 +183,8 @@ def _inputs(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _is_held(name: str, integers: dict[str, Any]) -> bool:
-    return any(name == f"{path}_{word}" for path in integers for word in ("codes", "scales", "zeros"))
+    path, _, word = name.rpartition("_")
+    return path in integers and word in ("codes", "scales", "zeros", "packed", "scale", "shape")
 
 
 def _described(packed: Packed) -> dict[str, Any]:

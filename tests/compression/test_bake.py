@@ -230,6 +230,12 @@ def test_what_cannot_be_written_or_read(tmp_path):
         baked.save(tmp_path / "file")
     with pytest.raises(StorageError):
         read_baked(tmp_path / "nowhere", baked.module)
+    for text in ("[1]", "no JSON"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(StorageError, match="no JSON object"):
+            baked.save(tmp_path)
+        with pytest.raises(StorageError, match="no baked model"):
+            read_baked(tmp_path, baked.module)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(StorageError, match="no baked model"):
         read_baked(tmp_path, baked.module)
@@ -239,6 +245,37 @@ def test_what_cannot_be_written_or_read(tmp_path):
             read_baked(tmp_path, other)
     with pytest.raises(StorageError, match="not a module"):
         read_baked(tmp_path, None)
+
+
+def test_what_is_read_twice_is_as_what_is_read_once(tmp_path):
+    both = fds.quantize_weights("*.weight", bits=4), fds.quantize_activations("*.up", bits=3, range="static")
+    bakes = [fds.bake(*trained(views)) for views in (both, both[1:], both[:1], ())]
+    module = fds.bake(*trained([])).module
+    for i in (0, 0, 1, 2, 3, 1, 0):
+        bakes[i].save(tmp_path / str(i))
+        assert_same_bits(read_baked(tmp_path / str(i), module)(TOKENS), bakes[i].module(TOKENS))
+        assert module.state_dict().keys() == bakes[i].module.state_dict().keys()
+
+
+@pytest.mark.parametrize("view", ["8 bits", "ternary", "none"])
+def test_a_module_of_another_structure_stays_as_it_is(view, tmp_path):
+    loss = fds.Layers([nn.Linear(8, 8), nn.Linear(8, 8)], lambda out, y: (out - y).square().mean())
+    fds.bake(*trained(VIEWS[view], loss=loss, batch=(torch.ones(4, 8), torch.ones(4, 8)))).save(tmp_path)
+    first = lambda: nn.Linear(8, 8)
+    read_baked(tmp_path, nn.Sequential(first(), first()))
+    for other in (
+        nn.Sequential(first(), nn.Linear(8, 8, bias=False)),
+        nn.Sequential(first(), nn.Linear(8, 4)),
+        nn.Sequential(first(), nn.Linear(8, 8).double()),
+        nn.Sequential(first(), nn.Conv1d(8, 8, 1)),
+        nn.Sequential(first(), nn.Linear(8, 8), nn.Linear(8, 8)),
+        nn.Sequential(first(), nn.ReLU()),
+    ):
+        before, words = copy.deepcopy(other.state_dict()), repr(other)
+        with pytest.raises(StorageError, match="another structure"):
+            read_baked(tmp_path, other)
+        assert repr(other) == words and other.state_dict().keys() == before.keys()
+        assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
 
 
 def test_a_packed_module_is_pickled():
