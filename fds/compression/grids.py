@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
 from torch import Tensor
 
-from fds.errors import ComposeError
-from fds.kernels.fake_quantized import Integers, bounds, integers
+from fds.errors import ComposeError, is_int
+from fds.kernels.arguments import FLOATING
+from fds.kernels.fake_quantized import SCHEMES, Integers, bounds, integers
 
 Scheme = Literal["deepspeed", "torchao"]
 Groups = int | Literal["rows"]
@@ -85,16 +86,17 @@ def pack(
 
     Args:
         x: of any shape and floating dtype.
-        bits: 1 to 16.
+        bits: 1 to 16; of "torchao" 8 at the most.
         group: consecutive numbers that share a scale, of which there is a whole number; None for all of them.
         scheme: "deepspeed" or "torchao", as `fds.kernels.fake_quantize` has them.
-        symmetric: whether 0 is the integer 0.
+        symmetric: whether 0 is the integer 0; "deepspeed" has 2 and 1 bits symmetric alone.
 
-    Raises `ComposeError` for groups that are not full.
+    Raises `ComposeError` for anything else, and for groups that are not full.
     """
+    _check(x, bits, scheme, symmetric)
     group = x.numel() if group is None else group
-    if group < 1 or x.numel() % group:
-        raise ComposeError("groups are not full", got=f"{x.numel()} numbers, {group=}", want="a divisor")
+    if not is_int(group, 1) or x.numel() % group:
+        raise ComposeError("groups are not full", got=f"{x.numel()} numbers, {group=}"[:80], want="a divisor")
     rows = x.detach().reshape(-1, group)
     low = bits if scheme == "deepspeed" and bits <= 2 else 0
     q, scales, zeros = integers(rows, bits, scheme=scheme, symmetric=symmetric, low=low)
@@ -119,7 +121,7 @@ def numbers_per_group(name: str, shape: Sequence[int], groups: Groups, group_siz
         groups: how many there are in it, or "rows" for one for each row.
         group_size: consecutive numbers of a row; None where `groups` says it.
     """
-    numel, rows = math.prod(shape), shape[0] if len(shape) > 1 else 1
+    numel, rows = math.prod(shape), max(shape[0], 1) if len(shape) > 1 else 1
     if group_size is not None:
         whole, count, words = numel // rows, group_size, f"group_size={group_size}"
         fits = whole % group_size == 0
@@ -136,6 +138,17 @@ def numbers_per_group(name: str, shape: Sequence[int], groups: Groups, group_siz
             hint="patterns may leave a weight out, and several quantize_weights may stand in a composition",
         )
     return count
+
+
+def _check(x: Any, bits: Any, scheme: Any, symmetric: Any) -> None:
+    """Raise `ComposeError` for what is not packed."""
+    if not isinstance(x, Tensor) or x.dtype not in FLOATING:
+        got = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+        raise ComposeError("pack makes integers of a weight", where="x", got=got, want="a floating-point tensor")
+    fewest, most = 1 if symmetric or scheme == "torchao" else 3, 8 if scheme == "torchao" else 16
+    if scheme not in SCHEMES or not isinstance(symmetric, bool) or not is_int(bits, fewest) or bits > most:
+        got = f"{scheme=}, {bits=}, {symmetric=}"[:100]
+        raise ComposeError("there is no such grid", got=got, want=f"{SCHEMES}, {fewest} to {most} bits, True or False")
 
 
 def _width(bits: int) -> int:

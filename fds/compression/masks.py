@@ -34,11 +34,15 @@ def num_kept(density: float, count: int) -> int:
 def largest(scores: Tensor, count: int | Tensor) -> Tensor:
     """Return where the `count` largest of all scores are, bool of their shape; `count` may be a () integer tensor.
 
+    NaN counts as infinity.
+
     >>> largest(torch.tensor([1.0, 3.0, 2.0, 2.0]), 2)
     tensor([False,  True,  True, False])
     """
-    flat = scores.detach().flatten()
+    flat = scores.detach().flatten().nan_to_num(math.inf, math.inf, -math.inf)
     n = flat.numel()
+    if not n:
+        return torch.zeros_like(scores, dtype=torch.bool)
     if isinstance(count, int) and (count >= n or count <= 0):
         return torch.full_like(scores, count > 0, dtype=torch.bool)
     if isinstance(count, int):
@@ -52,7 +56,7 @@ def largest(scores: Tensor, count: int | Tensor) -> Tensor:
 
 def matrix(weight: Tensor) -> Tensor:
     """Return a weight (rows, *rest) as (rows, numbers of a row)."""
-    return weight.reshape(len(weight), -1)
+    return weight.reshape(len(weight), math.prod(weight.shape[1:]))
 
 
 @attrs.frozen
@@ -105,7 +109,7 @@ class Block:
         """Return where numbers with these scores stay, bool (rows, numbers of a row); `count` blocks, if not `keep`."""
         scores = matrix(numbers.detach())
         if self.keep:
-            groups = scores.view(-1, self.of)
+            groups = scores.reshape(scores.numel() // self.of, self.of)
             order = groups.argsort(dim=1, descending=True, stable=True)
             return torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order[:, : self.keep], True).view_as(scores)
         stay = largest(self.scores(scores), count)
@@ -181,7 +185,7 @@ def density_at(t: Tensor, density: float, offset: int, end: int, curve: Curve = 
 def pack(mask: Tensor) -> Tensor:
     """Return a mask (rows, columns) as int64 words of 32 bits, (rows, ceil(columns / 32)); no word is negative."""
     rows, columns = mask.shape
-    bits = torch.nn.functional.pad(mask, (0, -columns % BITS)).view(rows, -1, BITS)
+    bits = torch.nn.functional.pad(mask, (0, -columns % BITS)).view(rows, -(-columns // BITS), BITS)
     return (bits.to(torch.int64) << torch.arange(BITS, device=mask.device)).sum(-1)
 
 

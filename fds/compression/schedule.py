@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -110,7 +110,7 @@ def chosen(
     patterns: tuple[str, ...],
     excluded: tuple[str, ...],
     where: str,
-    dims: tuple[int, ...] = (2, 3, 4, 5),
+    dims: Sequence[int] = range(2, 65),
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights, with one of these numbers of dims, that patterns choose, by name.
 

@@ -152,14 +152,17 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def check_pair(name: str, student: object, teacher: object, *, dims: int) -> None:
-    """Raise `LossError` unless both are floating point, of so many dims at least, and alike but for the last."""
+    """Raise `LossError` unless both are floating point, of so many dims, none empty at the end, and alike but for it.
+
+    1 dim means 1 or more.
+    """
     for who, x in (("student", student), ("teacher", teacher)):
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < dims:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not _has_dims(x, dims):
             raise LossError(
                 f"distill.{name}: the {who} has something else",
                 where=who,
                 got=_kind(x),
-                want=f"a floating point tensor of {dims} dims" + " or more" * (dims == 1),
+                want=f"a floating point tensor of {dims} dims{' or more' * (dims == 1)}, the last not empty",
             )
     assert isinstance(student, Tensor) and isinstance(teacher, Tensor)
     if student.shape[:-1] != teacher.shape[:-1] and dims < 3:
@@ -168,6 +171,10 @@ def check_pair(name: str, student: object, teacher: object, *, dims: int) -> Non
             got=f"{tuple(student.shape)} and {tuple(teacher.shape)}",
             want="the same shape, but for the last dim",
         )
+
+
+def _has_dims(x: Tensor, dims: int) -> bool:
+    return (x.dim() == dims or x.dim() > dims == 1) and x.shape[-1] > 0
 
 
 def _fits(name: str, mask: object, shape: torch.Size) -> bool:

@@ -342,7 +342,7 @@ def fake_quantize(
 
     Args:
         x: (G, n) of any floating dtype; a row is a group of numbers that share a scale.
-        bits: 1 to 16; or a () int64 tensor, so that they may follow time, with `reach`.
+        bits: 1 to 16; or a () int64 tensor, so that they may follow time, with `reach`, in which it is not looked at.
         scheme: "deepspeed", or "torchao" for its grid, which reaches the largest number.
         symmetric: whether 0 is the integer 0; "deepspeed" has 2 and 1 bits symmetric alone.
         noise: (G, n), added to what is rounded, as numbers in [-1/2, 1/2) round stochastically; of "deepspeed" alone.
@@ -351,8 +351,11 @@ def fake_quantize(
 
     Raises `KernelError` for anything else.
     """
+    arguments.required(x=x)
     arguments.floating(x=x, noise=noise)
+    arguments.floating(kept=kept)  # which may lie on the host
     arguments.shape((None, None), x=x)
+    arguments.shape((), kept=kept)
     if noise is not None:
         arguments.shape(tuple(x.shape), noise=noise)
     if scheme not in SCHEMES:
@@ -360,6 +363,15 @@ def fake_quantize(
     if isinstance(bits, Tensor) == (reach is None):
         raise KernelError(
             "bits are a number, or a tensor with reach", where="bits", got=f"{bits!r}, {reach=}"[:80], want="8"
+        )
+    if isinstance(bits, Tensor) and (bits.dtype is not torch.int64 or bits.dim()):
+        raise KernelError(
+            "bits are no integer", where="bits", got=f"{tuple(bits.shape)} {bits.dtype}", want="() torch.int64"
+        )
+    if not isinstance(symmetric, bool) or not (reach is None or (isinstance(reach, tuple) and len(reach) == 2)):
+        raise KernelError(
+            "there is no such grid", where="symmetric, reach", got=f"{symmetric!r}, {reach!r}"[:80],
+            want="True or False, and (fewest bits, most) or None",
         )
     fewest, most = reach or (bits, bits)
     if not (is_int(fewest, 1) and is_int(most, fewest)) or most > MOST_BITS:
@@ -371,4 +383,6 @@ def fake_quantize(
             "this grid is symmetric, and numbers are rounded to the nearest", where=f"{scheme}, {fewest} bits",
             got=f"symmetric={symmetric}" if noise is None else "noise", want="symmetric=True, noise=None",
         )
+    if not x.numel():
+        return x
     return _StraightThrough.apply(x, bits, scheme, symmetric, noise, kept, (fewest, most))[0]

@@ -151,6 +151,13 @@ def test_groups_of_a_weight():
         {"bits": 8, "noise": torch.zeros(2)},
         {"bits": 8, "noise": torch.zeros_like(WEIGHTS), "scheme": "torchao"},
         {"bits": 8, "scheme": "gguf"},
+        {"bits": 8, "symmetric": "no"},
+        {"bits": 8, "kept": 0.5},
+        {"bits": 8, "kept": torch.ones(2)},
+        {"bits": torch.tensor(4.0), "reach": (2, 8)},
+        {"bits": torch.tensor([4]), "reach": (2, 8)},
+        {"bits": torch.tensor(4), "reach": 4},
+        {"bits": 8, "x": None},
         {"bits": 8, "x": WEIGHTS[0]},
         {"bits": 8, "x": torch.ones(2, 2, dtype=torch.int64)},
     ],
@@ -159,5 +166,31 @@ def test_groups_of_a_weight():
 def test_bad_arguments(arguments):
     with pytest.raises(KernelError):
         fake_quantize(**{"x": WEIGHTS, **arguments})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"x": None},
+        {"x": torch.ones(4, dtype=torch.int64)},
+        {"x": torch.ones(0, 4)},
+        *({"bits": bits} for bits in (0, 17, "8", 2.5, True)),
+        *({"group": group} for group in (5, 0, 2.0, "rows")),
+        {"scheme": "gguf"},
+        {"scheme": "torchao", "bits": 16},
+        {"symmetric": "no"},
+        {"symmetric": False, "bits": 1},
+    ],
+    ids=str,
+)
+def test_what_is_not_packed(arguments):
     with pytest.raises(ComposeError):
-        pack(WEIGHTS, 4, group=5)
+        pack(**{"x": WEIGHTS, "bits": 4, **arguments})
+
+
+def test_what_is_empty_stays_empty():
+    for shape in ((5, 0), (0, 5)):
+        assert fake_quantize(torch.ones(shape), 4).shape == shape
+    for groups, size in ((1, 4), ("rows", None), (1, None)):
+        with pytest.raises(ComposeError, match="cannot be cut"):
+            numbers_per_group("w", (0, 4), groups, size)

@@ -1,6 +1,7 @@
 """Masks: what DeepSpeed 0.19.6 makes of the same numbers, what a sort by hand says, and what is refused."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,20 @@ def test_masks_outputs_and_gradients_are_those_of_deepspeed(index):
     assert weight.grad.square().sum().item() == pytest.approx(case["gradient"], rel=1e-5)
     if case["of_scores"] is not None:
         assert torch.allclose(scores.grad.flatten(), torch.tensor(case["of_scores"]), rtol=1e-4, atol=1e-3)
+
+
+def test_masks_of_weights_that_are_empty_or_lie_otherwise_or_are_nan():
+    w = torch.randn(8, 4).t()
+    for block, density in (("2:4", None), ("4x1", 0.5), (None, 0.5)):
+        assert masks.sparse(w, density, block=block).equal(masks.sparse(w.contiguous(), density, block=block))
+        assert masks.sparse(w[:0], density, block=block).shape == (0, 8)
+    assert masks.largest(torch.ones(0), torch.tensor(3)).shape == (0,)
+    assert masks.unpack(masks.pack(torch.ones(0, 4, dtype=torch.bool)), 4).shape == (0, 4)
+    w = torch.randn(32)
+    w[5], w[7] = math.nan, math.inf
+    for count in (16, torch.tensor(16)):
+        stay = masks.largest(w, count)
+        assert stay.sum() == 16 and stay[5] and stay[7]
 
 
 @pytest.mark.parametrize("count", [0, 1, 13, 47, 48, 60])

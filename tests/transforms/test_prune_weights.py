@@ -322,6 +322,18 @@ def test_integers_are_left_alone_and_codes_refused():
         coded(coded.init(params | {"scale": torch.ones(())}), x)
 
 
+@pytest.mark.parametrize("arguments", [{"density": 0.5}, {"block": "2:4"}], ids=str)
+def test_weights_of_many_dims_and_empty_ones(arguments):
+    step = fds.compose(fds.prune_weights("*", **arguments), fds.sgd(0.0))(lambda p, x: sum(w.sum() for w in p.values()))
+    params = {"w": torch.rand(2, 2, 2, 2, 2, 4) + 1, "v": torch.rand(4, 8) + 1, "u": torch.rand(0, 8)}
+    _, metrics = step(step.init(params), torch.ones(1))
+    halves = [
+        w.view(-1, 4).topk(2).values if "block" in arguments else w.flatten().topk(w.numel() // 2).values
+        for w in params.values()
+    ]
+    torch.testing.assert_close(metrics["loss"], sum(w.sum() for w in halves))
+
+
 def test_two_need_slots_of_their_own():
     prune = fds.prune_weights("*", density=0.5)
     with pytest.raises(ComposeError, match="another name"):
