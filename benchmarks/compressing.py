@@ -36,7 +36,7 @@ from benchmarks.harness import Series
 from benchmarks.report import Rows
 from fds import schedules
 
-SIZES = {"width": 256, "layers": 4, "heads": 4, "context": 128, "batch": 16, "eval_rows": 128}
+SIZES = {"width": 128, "layers": 4, "heads": 4, "context": 128, "batch": 16, "eval_rows": 128}
 TINY = {"width": 16, "layers": 2, "heads": 2, "context": 16, "batch": 4, "eval_rows": 4}
 MATRICES = "*.qkv.weight", "*.merge.weight", "*.up.weight", "*.down.weight"
 PAIRS = 40  # of steps that are timed
