@@ -218,7 +218,7 @@ def packed_or_seen(
         for i, view in enumerate(step.views):
             at = call.given_to(view, "view", i, name)
             pack: Any = getattr(view, "packed", None)
-            packed = None if pack is None else pack(x, leaf, at)
+            packed = packed if pack is None else pack(x, leaf, at) or packed  # a later view may leave it alone
             names: Any = view.reads(leaf) if hasattr(view, "reads") else ()
             read = [{n: before[n].to(seen[n].dtype) for n in names}] if hasattr(view, "reads") else []
             x = view(x, leaf, at, *read)

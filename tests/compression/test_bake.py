@@ -293,3 +293,19 @@ def test_a_packed_module_is_pickled():
 def test_products_in_float8_are_in_no_plain_module():
     with pytest.raises(ComposeError, match="float8"):
         fds.bake(*trained([fds.float8("*.up")]))
+
+
+def test_each_weight_is_packed_by_the_view_that_rounds_it():
+    views = [
+        fds.quantize_weights("1.*", bits=8),
+        fds.quantize_weights("3.*", bits=4),
+        fds.quantize_weights("e*", bits=2),
+    ]
+    step = fds.compose(*views, fds.sgd(0.1))(LAYERS)
+    baked = fds.bake(step, step.init(LAYERS.init))
+    matrices = {entry.name: entry.bits for entry in baked.entries if len(entry.shape) > 1}
+    assert matrices == {
+        "embed.weight": 2,
+        **dict.fromkeys(("1.up.weight", "1.down.weight"), 8),
+        **dict.fromkeys(("3.up.weight", "3.down.weight"), 4),
+    }
