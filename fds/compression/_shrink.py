@@ -8,6 +8,7 @@ in another order.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ def shrink(module: nn.Module, cuts: Iterable[Cut]) -> nn.Module:
         kept[place] = cut.keep & kept[place] if place in kept else cut.keep
         if cut.num_heads is not None:
             heads[cut.name] = cut.num_heads
-    uses = [id(p) for m in module.modules() for p in m.parameters(recurse=False)]
+    places = places_of(module)
     for (name, dim), keep in kept.items():
         path, _, last = name.rpartition(".")
         owner = _owner(module, path, last)
@@ -65,8 +66,8 @@ def shrink(module: nn.Module, cuts: Iterable[Cut]) -> nn.Module:
             continue
         parameter = owner._parameters[last]
         assert parameter is not None
-        if uses.count(id(parameter)) > 1:
-            raise _refused(name, owner, "a parameter that one module has: it is tied")
+        if places[id(parameter)] > 1:
+            raise _refused(name, owner, "a parameter that one module has, in one place: it is tied")
         if dim >= parameter.dim() or keep.shape != (parameter.shape[dim],):
             raise _refused(name, owner, f"{tuple(keep.shape)} along dim {dim} of {tuple(parameter.shape)}")
         if name in heads:
@@ -76,6 +77,12 @@ def shrink(module: nn.Module, cuts: Iterable[Cut]) -> nn.Module:
     for owner in module.modules():
         _describe(owner)
     return module
+
+
+def places_of(module: nn.Module) -> Counter[int]:
+    """Return by `id` in how many places of modules parameters are; a layer that a module has twice is in two."""
+    owners = [module, *(child for parent in module.modules() for child in parent._modules.values())]
+    return Counter(id(p) for owner in owners if owner is not None for p in owner.parameters(recurse=False))
 
 
 def _owner(module: nn.Module, path: str, last: str) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,17 +13,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from fds import loss as losses, tree
+from fds.compression._shrink import places_of
 from fds.errors import ComposeError, StateError, is_a
 
-# of these a feature that comes out depends on the one that goes in alone
-FEATUREWISE = (
-    nn.ReLU | nn.ReLU6 | nn.LeakyReLU | nn.ELU | nn.SELU | nn.CELU | nn.GELU | nn.SiLU | nn.Mish | nn.Tanh | nn.Sigmoid
-    | nn.Hardtanh | nn.Hardswish | nn.Hardsigmoid | nn.Softplus | nn.Softsign | nn.LogSigmoid | nn.Identity | nn.Dropout
-    | nn.Dropout1d | nn.Dropout2d | nn.BatchNorm1d | nn.BatchNorm2d | nn.MaxPool1d | nn.MaxPool2d | nn.AvgPool1d
-    | nn.AvgPool2d | nn.AdaptiveAvgPool1d | nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d
+# of these a number that comes out depends on the one that goes in alone
+ELEMENTWISE = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid,
+    nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Identity, nn.Dropout,
+    nn.Dropout1d, nn.Dropout2d,
 )  # fmt: skip
+# by the convolution before: of these a channel that comes out depends on the one that goes in alone
+CHANNELWISE: dict[type, tuple[type, ...]] = {
+    nn.Conv1d: (nn.BatchNorm1d, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d),
+    nn.Conv2d: (nn.BatchNorm2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
+    nn.Conv3d: (),
+}
 FUNCTIONS = (torch.tanh, torch.relu, torch.sigmoid, F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.tanh, F.sigmoid)
-TAKES_FEATURES = nn.Linear | nn.Conv1d | nn.Conv2d
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
@@ -97,23 +103,26 @@ class Related:
 def following(loss: Any, weights: Sequence[str], where: str) -> Related:
     """Return what takes the outputs of weights next, in `fds.Layers` or an `nn.Sequential` that the loss runs.
 
-    That is a linear layer or a convolution, with only what treats each feature alike between them (activations,
-    dropout, pooling), and batch norms, which are related too. Raises `ComposeError` where it cannot be told.
+    After a linear layer that is a linear layer, past activations and dropout. After a convolution it is one of as many
+    dims, past pooling and batch norms, which are related too, or past `nn.Flatten()` a linear layer. Raises
+    `ComposeError` for all else: of what dims go in, and so of what a norm takes for features, layers do not tell.
     """
     pairs: list[tuple[str, tuple[str, ...]]] = []
-    chains = list(_chains(loss))
+    chains, places = list(_chains(loss)), Counter[int]()
+    for x in losses.modules_of(loss):
+        places += places_of(x.module)
     for weight in weights:
-        path = weight.rpartition(".")[0]
+        path, _, last = weight.rpartition(".")
         chain = next((chain for chain in chains if any(name == path for name, _ in chain)), [])
-        names = [name for name, _ in chain]
-        related = _after(chain[names.index(path) + 1 :]) if chain else None
+        related = _next(chain, path, places) if last == "weight" and chain else None
         if related is None:
             raise ComposeError(
                 f"{where}: what takes the outputs of a weight cannot be told",
                 where=weight,
                 got='related="next"',
-                want="related=... with its name",
-                hint="it is found in fds.Layers and nn.Sequential alone, past activations, dropout and batch norms",
+                want="related=... with its name, and those of norms between",
+                hint="it is told in fds.Layers and nn.Sequential alone, past activations and dropout; of a convolution "
+                "past batch norms and pooling too, and nn.Flatten() before a linear layer",
             )
         pairs.append((weight, related))
     return Related(tuple(pairs))
@@ -131,17 +140,32 @@ def _chains(loss: Any) -> Iterator[list[tuple[str, Any]]]:
         for path, module in x.module.named_modules():
             if type(module) is nn.Sequential:
                 inside = ".".join(filter(None, (x.prefix.removesuffix("."), path)))
-                yield [(".".join(filter(None, (inside, name))), child) for name, child in module.named_children()]
+                yield [(".".join(filter(None, (inside, name))), child) for name, child in module._modules.items()]
 
 
-def _after(chain: Sequence[tuple[str, Any]]) -> tuple[str, ...] | None:
-    """Return the names of what takes the outputs of the layer before a row of layers, None where it is not there."""
-    names: list[str] = []
-    for name, layer in chain:
-        if isinstance(layer, TAKES_FEATURES) and getattr(layer, "groups", 1) == 1:
+def _next(chain: Sequence[tuple[str, Any]], path: str, places: Counter[int]) -> tuple[str, ...] | None:
+    """Return the names of what takes the outputs of a layer in a row of layers, None where it cannot be told."""
+    paths = [name for name, _ in chain]
+    source, *rest = chain[paths.index(path) :]
+    kind, names = type(source[1]), list[str]()
+    is_flat = kind is nn.Linear  # each feature has columns of its own in a linear layer
+    if not is_flat and (kind not in CHANNELWISE or source[1].groups != 1):
+        return None
+    for name, layer in (source, *rest):
+        parameters = [*layer.parameters()] if isinstance(layer, nn.Module) else []
+        if parameters and (paths.count(name) > 1 or any(places[id(p)] > 1 for p in parameters)):
+            return None  # it computes something else, too
+        if layer is source[1]:
+            continue
+        if type(layer) is (nn.Linear if is_flat else kind) and getattr(layer, "groups", 1) == 1:
             return (f"{name}.weight", *names)
-        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and layer.affine:
-            names.append(f"{name}.weight")
-        elif not (isinstance(layer, FEATUREWISE | nn.Flatten) or layer in FUNCTIONS):
+        if not is_flat and type(layer) in CHANNELWISE[kind]:
+            if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
+                if not layer.affine:
+                    return None  # no name says that its statistics become fewer
+                names.append(f"{name}.weight")
+        elif not is_flat and type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1):
+            is_flat = True
+        elif not (type(layer) in ELEMENTWISE or layer in FUNCTIONS):
             return None
     return None

@@ -338,6 +338,52 @@ def test_what_comes_next_is_told_of_chains_alone():
     assert "related=" in error.value.want
 
 
+SHARED = nn.Linear(6, 6)
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        [nn.Linear(8, 6), nn.ReLU(), nn.Flatten(), nn.Linear(18, 4)],
+        [nn.Linear(8, 6), nn.MaxPool1d(3, 1, 1), nn.Linear(6, 4)],
+        [nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)],
+        [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Linear(8, 8)],
+        [nn.Conv2d(3, 8, 3), nn.Flatten(2), nn.Linear(64, 8)],
+        [nn.Conv2d(3, 8, 3), nn.Flatten(), nn.MaxPool1d(3, 1, 1), nn.Linear(512, 8)],
+        [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False), nn.Conv2d(8, 8, 3)],
+        [nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=2), nn.Conv2d(8, 8, 3)],
+        [nn.Conv1d(3, 8, 3), nn.MaxPool2d(3, 1, 1), nn.Conv1d(8, 8, 3)],
+        [nn.Conv2d(8, 8, 3, groups=2), nn.Conv2d(8, 8, 3)],
+        [SHARED, nn.ReLU(), SHARED, nn.Tanh(), nn.Linear(6, 4)],
+        [nn.Linear(8, 6), nn.ReLU(), SHARED, nn.Tanh(), SHARED],
+        [nn.Embedding(8, 6), nn.Linear(6, 4)],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["Layers", "Sequential"])
+def test_what_takes_outputs_and_cannot_be_told_is_refused(chain, kind):
+    module = nn.Sequential(*chain)
+    apply, _, _ = fds.functional(module)
+    loss = fds.Layers(chain, nn.MSELoss()) if kind == "Layers" else lambda params, x: apply(params, x).sum()
+    prune = fds.prune_channels if chain[0].weight.dim() > 2 else fds.prune_rows
+    with pytest.raises(ComposeError, match="cannot be told"):
+        fds.compose(prune("0.weight", density=0.5, related="next"), fds.sgd(LR))(loss)
+
+
+def test_a_tied_weight_takes_other_outputs_too():
+    tied = Tied()
+    apply, _, _ = fds.functional(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), tied.a, nn.ReLU(), tied.b))
+    prune = fds.prune_rows("0.weight", density=0.5, related="next")
+    with pytest.raises(ComposeError, match="cannot be told"):
+        fds.compose(prune, fds.sgd(LR))(lambda params, x: apply(params, x).sum())
+
+
+def test_what_stands_in_two_places_does_not_become_smaller():
+    twice = nn.Sequential(SHARED, nn.ReLU(), SHARED)
+    with pytest.raises(StateError, match="smaller"):
+        shrink(twice, [Cut("0.weight", 1, torch.arange(6) > 1)])
+
+
 def test_ranks_of_a_tensor_axis_have_parts_of_rows():
     _, loss, params = problem(multilayer)
 
