@@ -28,7 +28,7 @@ def visible(layout, causal):
 def test_a_block_mask_sees_what_the_layout_lists(layout, causal):
     mask = to_block_mask(layout, size=16, causal=causal)
     want = visible(layout, causal)
-    seen = create_mask(mask.mask_mod, 1, 3, layout.tokens, layout.tokens)[0]
+    seen = create_mask(mask.mask_mod, 1, 3, layout.tokens, layout.tokens, device="cpu")[0]
     assert (seen.numpy() == want).all()
     # blocks: full ones are all seen, and what is in no block is not seen
     n = -(-layout.tokens // 16)
