@@ -119,7 +119,7 @@ def groups_of(technique: Any, key: str, model: Parts | None, *kinds: str) -> lis
     groups: list[Group] = []
     for name, group in technique.different_groups.items():
         path = f"{ROOT}.{key}.different_groups.{name}"
-        words = ("",) if group.modules == "*" else _listed(group.modules)
+        words = ("",) if _listed(group.modules) == ("*",) else _listed(group.modules)
         parts = None if model is None else _named(words, model, f"{path}.modules", kinds, taken)
         groups.append(Group(path, name, group.params, words, group.related_modules or (), parts))
     return groups

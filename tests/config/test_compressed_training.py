@@ -344,6 +344,8 @@ def test_groups_that_name_nothing_are_refused_and_all_modules_are_a_group():
     step, _ = composed(filled(Bert()), section)
     assert "'bert.encoder.layer.*.intermediate.dense.weight'" in str(step.composition)
     assert str(step.composition).count("quantize_weights") == 2  # linear layers, and embeddings by rows
+    listed, _ = composed(filled(Bert()), weights(8, ["*"]))
+    assert str(listed.composition) == str(step.composition)
 
 
 def test_weights_are_rounded_where_they_are_used_as_the_key_says():
