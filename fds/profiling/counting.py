@@ -24,6 +24,19 @@ def _attention(q: Shape, k: Shape, v: Shape, *, scores: int = 1, values: int = 1
     return 2 * q[0] * q[1] * q[2] * k[2] * (scores * q[3] + values * v[3])
 
 
+def _listed(q: Shape, v: Shape, blocks: int, block: int, *, scores: int = 1, values: int = 1) -> int:
+    # `blocks` are those of all heads of a row of the batch
+    return 2 * q[0] * blocks * block**2 * (scores * q[3] + values * v[3])
+
+
+def _sparse(q: Shape, v: Shape, starts: Shape, columns: Shape, block: int, **products: int) -> int:
+    return _listed(q, v, columns[0] * q[1] // starts[0], block, **products)  # of heads that share patterns evenly
+
+
+def _gathered(sizes: Sequence[int]) -> int:
+    return sum(n * most for n, most in zip(sizes[1::4], sizes[2::4], strict=True))
+
+
 def _conv_backward(
     grad: Shape, x: Shape, w: Shape, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
     output_padding: Any, groups: int, mask: Sequence[bool], *_: Any, **__: Any,
@@ -42,6 +55,27 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     ),
     # as above, where both of its kernels compute scores and the gradients of the probabilities
     "fds.flash_attention_backward": lambda dout, q, k, v, *_, **__: _attention(q, k, v, scores=4, values=3),
+    # attention over listed blocks, as above: by its kernels, and by rows of gathered blocks, in whole blocks
+    "fds.sparse_attention": (
+        lambda q, k, v, kp, bias, by, seed, of, heads, starts, columns, back, rows, block, *_, **__: _sparse(
+            q, v, starts, columns, block
+        )
+    ),
+    "fds.sparse_attention_backward": (
+        lambda dout, q, k, v, kp, bias, by, seed, of, heads, starts, columns, back, rows, out, lse, block, *_, **__: (
+            _sparse(q, v, starts, columns, block, scores=4, values=3)
+        )
+    ),
+    "fds.sparse_attention_rows": (
+        lambda q, k, v, kp, bias, by, seed, of, table, sizes, bias_sizes, block, *_, **__: _listed(
+            q, v, _gathered(sizes), block
+        )
+    ),
+    "fds.sparse_attention_rows_backward": (
+        lambda dout, q, k, v, kp, bias, by, seed, of, out, table, sizes, bias_sizes, block, *_, **__: _listed(
+            q, v, _gathered(sizes), block, scores=3, values=2
+        )
+    ),
     # logits, and what is wanted of the gradients of hidden and of weight, which forward computes
     "fds.linear_cross_entropy": (
         lambda hidden, weight, targets, bias, wants, *_, **__: (

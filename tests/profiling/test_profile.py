@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fds
-from fds import kernels
+from fds import attention_layouts, kernels
 from fds.errors import ComposeError, FdsError
+from fds.kernels.choice import only
 from fds.profiling.counting import counting, formula
 from tests.bits import assert_same_bits
 from tests.tensor_axis import splitting
@@ -239,23 +240,37 @@ def test_grouped_convolutions_take_as_many_flops_for_each_gradient_as_forward():
 def test_every_operator_of_ours_has_a_formula_or_multiplies_no_matrices():
     sources = (Path(kernels.__file__).parent).rglob("*.py")
     names = {name for file in sources for name in re.findall(r'@operator\(\s*"(\w+)"', file.read_text())}
-    products = {"flash_attention", "flash_attention_backward", "linear_cross_entropy"}
+    sparse = {f"sparse_attention{rows}{way}" for rows in ("", "_rows") for way in ("", "_backward")}
+    products = {"flash_attention", "flash_attention_backward", "linear_cross_entropy", *sparse}
     rows = (
         "normalize normalize_backward cross_entropy cross_entropy_backward linear_cross_entropy_backward masked_softmax"
     )
     rows += " masked_softmax_backward swiglu swiglu_backward bias_gelu bias_gelu_and_derivative bias_gelu_multiply"
     rows += " bias_gelu_backward bias_dropout_add bias_dropout_add_backward rotary"
-    rows += " vocabulary_statistics vocabulary_gradient"
+    rows += " vocabulary_statistics vocabulary_gradient fake_quantize"
     assert names == products | set(rows.split())
-    kernels.flash_attention, kernels.linear_cross_entropy  # noqa: B018  (defines the operators)
+    kernels.flash_attention, kernels.linear_cross_entropy, kernels.sparse_attention  # noqa: B018  (defines operators)
     assert all(formula(getattr(torch.ops.fds, name)) for name in products)
 
 
 def test_attention_by_its_kernel_counts_what_attention_does():
     q, k, v = (torch.empty(2, 4, n, d, device="meta") for n, d in ((5, 8), (7, 8), (7, 6)))
+    kernels.flash_attention  # noqa: B018  (defines the operator)
     forward = formula(torch.ops.aten._scaled_dot_product_flash_attention)
     own = formula(torch.ops.fds.flash_attention)
     assert own(q.shape, k.shape, v.shape, out_val=None) == forward(q, k, v, out_val=None) == 2 * 8 * 5 * 7 * (8 + 6)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "triton"])
+def test_sparse_attention_counts_pairs_of_listed_blocks(kernel):
+    layout = attention_layouts.local_sliding_window(4, 5, block=16, num_sliding_window_blocks=3)
+    q, k, v = (torch.randn(2, heads, 80, 16, requires_grad=True) for heads in (4, 2, 2))
+    with only(kernel), counting() as counted:
+        kernels.sparse_attention(q, k, v, layout).sum().backward()
+    flops = [work.flops for place, work in counted.done.items() if "sparse_attention" in place.operator]
+    forward = 2 * 2 * layout.nonzeros * 16 * 16 * (16 + 16)
+    times = {"reference": 2.5, "triton": 3.5}[kernel]
+    assert sorted(flops) == [forward, times * forward]
 
 
 def test_the_table_shows_what_was_found():

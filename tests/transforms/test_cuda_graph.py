@@ -1,6 +1,5 @@
 """`cuda_graph`: what is captured, what is refused and by which name, and whose memory is whose; on an emulated GPU."""
 
-import contextlib
 import copy
 import gc
 import math
@@ -454,7 +453,7 @@ def test_two_states_in_turns_have_graphs_each():
     assert_same_bits(gpu.get(second), gpu.get(first))
 
 
-def test_memory_that_slots_follow_by_notes_is_captured(monkeypatch):
+def test_memory_that_slots_follow_by_notes_is_captured():
     @fds.step.transform
     def largest():
         def noted(calls, call):
@@ -468,7 +467,6 @@ def test_memory_that_slots_follow_by_notes_is_captured(monkeypatch):
                                  "replicated", merge="max")  # fmt: skip
         return lambda step: fds.step.fill(step, layer=noted, memory=memory)
 
-    monkeypatch.setattr("fds.step.drafts._disable_current_modes", contextlib.nullcontext)  # ours is the device
     gpu, layers = Gpu(), fds.Layers([nn.Linear(3, 3), nn.Linear(3, 2)], F.mse_loss)
     parts = (largest(), fds.accumulate(2), fds.skip_nonfinite(), fds.sgd(0.1))
     step, plain = fds.compose(*parts, fds.donate(), captured(gpu))(layers), fds.compose(*parts)(layers)
