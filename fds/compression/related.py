@@ -89,7 +89,8 @@ class Related:
                     want = f"1, 2 or 3 times {shape[1]} rows, those of queries, keys and values of all heads"
                     fits = bool(size) and size[0] in (shape[1], 2 * shape[1], 3 * shape[1])
                 else:
-                    fits = bool(size) and (size[1] % shape[0] == 0 if len(size) > 1 else size == shape[:1])
+                    multiple = bool(size) and len(size) > 1 and shape[0] > 0 and size[1] % shape[0] == 0
+                    fits = multiple or size == shape[:1]
                 if not fits or self.weight_of(name) != weight:
                     raise StateError(
                         f"{where}: what is related to a weight does not fit it",

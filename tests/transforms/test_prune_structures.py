@@ -484,3 +484,10 @@ def test_a_step_says_what_it_prunes():
     text = str(step.describe(step.init(params)))
     assert "masks of 4 heads of *.out.weight by l1: density 0.5 from update 2 to 6, every 2, cubic" in text
     assert "masks of *.qkv.weight by l1: density 0.5 from update 0" in text
+
+
+def test_a_weight_without_rows_has_nothing_related():
+    params = {"a": torch.zeros(0, 4), "b": torch.randn(3, 0)}
+    loss = lambda p, x: (x @ p["a"].T @ p["b"].T).square().sum()
+    with pytest.raises(StateError, match="does not fit"):
+        fds.compose(fds.prune_rows("a", density=0.5, related="b"), fds.sgd(LR))(loss).init(params)
