@@ -33,7 +33,7 @@ CALLS = {
     "bias_gelu_multiply": (X, X, True),
     "cross_entropy": (X, TARGETS, 0.1, 0.1, -100),
     "cross_entropy_backward": (LOSS, X, TARGETS, random(4, 2), 0.1, 0.1, -100),
-    "fake_quantize": (X, 4, None, "torchao", True, None),
+    "fake_quantize": (X, 4, None, "torchao", True, None, True),
     "flash_attention": (HEADS, HEADS, HEADS, None, None, SEED, None, None, True, 0.25, 0.5, 0),
     "flash_attention_backward": (
         HEADS,
