@@ -1,12 +1,12 @@
 """What the main job loses when it is compressed, how small it becomes, and how fast its baked model is on this CPU.
 
-    make bench-compressing                        # twenty minutes
+    make bench-compressing                        # a quarter of an hour
     make bench-compressing ARGS="--only float;8 bits"
     make bench-compressing ARGS="--quick"         # a tiny model, nothing written: does it all run?
 
 The model and text of `examples/train_gpt.py`, float32, on one rank. All runs have the same batches. Those "after
 training" compress what the run in float ends with; the others are in float for 0.6 of the steps and compressed then.
-The matrices of blocks are compressed, about all of the parameters. Then the time of a fake-quantized step beside the
+The matrices of blocks are compressed, about all of the parameters. Before, a fake-quantized step is timed beside the
 plain one: alternating pairs, in one process.
 """
 
@@ -219,7 +219,7 @@ def parse() -> argparse.Namespace:
     """Return the options, `only` as a list of names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="NAMES", help="ways, with ; between")
-    parser.add_argument("--steps", type=int, default=600, help="updates of each run (%(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="updates of each run (%(default)s)")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="of steps that are timed (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, few steps, nothing written")
     parser.add_argument("--out", default=str(report.RESULTS), help="where the table goes (benchmarks/results)")
