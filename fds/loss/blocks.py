@@ -23,7 +23,7 @@ from fds.autodiff import in_backward
 from fds.errors import ComposeError, LossError, Rule, StateError, is_int
 from fds.loss.compiled import is_trial_run
 from fds.loss.layers import Layers
-from fds.loss.microbatch import Found, LayerCall, modules_of
+from fds.loss.microbatch import Found, LayerCall, modules_of, no_modules, unseen_module
 from fds.loss.module_copies import Root
 from fds.loss.recipes import LayerSpec
 
@@ -108,12 +108,7 @@ def at_blocks(loss: Any, names: Any, rule: BlockRule, where: str) -> dict[str, A
     paths = {_joined(x, path): (x, path) for x in modules for path, _ in x.module.named_modules()}
     paths.pop("", None)
     if not paths:
-        raise ComposeError(
-            f"{where} finds no module in the loss",
-            got=repr(loss)[:80],
-            want="fds.Layers, or a loss that calls apply, of fds.functional(module)",
-            hint="apply must be in its closure, its defaults, or a global that it names",
-        )
+        raise no_modules(loss, where)
     lists = _lists(modules)
     if names is not None and not any(is_int(x) for x in _listed(names)):
         numbered: Sequence[str] = ()
@@ -270,12 +265,7 @@ class _OfModules:
     def __call__(self, module: nn.Module, root: Root) -> None:
         """Change a copy. Raises `LossError` for one of a module that was not seen when the step was composed."""
         if root.number not in self.numbers:
-            raise LossError(
-                f"the loss runs a module that {self.where} could not see when it was composed",
-                where=type(module).__name__,
-                got="a module that the loss reaches in another way than it shows",
-                want="loss_fn that holds apply in its closure, its defaults or as a global; or fds.Layers",
-            )
+            raise unseen_module(module, self.where)
         for path, part in list(module.named_modules()):
             block = self.blocks.get((root.number, path))
             if block is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fds import random
-from fds.errors import ComposeError
+from fds.errors import ComposeError, LossError
 from fds.loss import compiled
 from fds.loss.compiling import CompiledLoss, Compiler
 from fds.loss.layers import Layers
@@ -250,6 +250,26 @@ def modules_of(loss: Any) -> list[Found]:
         applies = list(_find_applies(loss))
     unique = {x.number: x for x in applies if x is not None}
     return [Found(x.number, x.prefix, x.source, x.param_paths) for x in unique.values()]
+
+
+def no_modules(loss: Any, where: str) -> ComposeError:
+    """Return the error of a loss in which what is to change modules finds none."""
+    return ComposeError(
+        f"{where} finds no module in the loss",
+        got=repr(loss)[:80],
+        want="fds.Layers, or a loss that calls apply, of fds.functional(module)",
+        hint="apply must be in its closure, its defaults, or a global that it names",
+    )
+
+
+def unseen_module(module: nn.Module, where: str) -> LossError:
+    """Return the error of a module that `modules_of` did not find in a loss, and that runs all the same."""
+    return LossError(
+        f"the loss runs a module that {where} could not see when it was composed",
+        where=type(module).__name__,
+        got="a module that the loss reaches in another way than it shows",
+        want="loss_fn that holds apply in its closure, its defaults or as a global; or fds.Layers",
+    )
 
 
 def _find_applies(loss: Any) -> Iterator[Apply]:

@@ -18,7 +18,7 @@ from fds import tree
 from fds.autodiff import in_backward
 from fds.errors import ComposeError, LossError, Rule, StateError
 from fds.loss.compiled import is_trial_run
-from fds.loss.microbatch import LayerCall, modules_of
+from fds.loss.microbatch import LayerCall, modules_of, no_modules, unseen_module
 from fds.loss.module_copies import Root
 
 PATTERNS = Rule(
@@ -82,12 +82,7 @@ def at_submodules(losses: Sequence[Any], patterns: str | Sequence[str], rule: Su
                 paths.setdefault(name, []).append((x.number, path))
                 parts[x.number, path] = part
     if not paths:
-        raise ComposeError(
-            f"{where} finds no module in the loss",
-            got=repr(losses[0])[:80],
-            want="fds.Layers, or a loss that calls apply, of fds.functional(module)",
-            hint="apply must be in its closure, its defaults, or a global that it names",
-        )
+        raise no_modules(losses[0], where)
     try:
         names = tree.match([patterns] if isinstance(patterns, str) else patterns, list(paths), what=where)
     except StateError as error:
@@ -144,12 +139,7 @@ class Submodules:
     def __call__(self, module: nn.Module, root: Root) -> None:
         """Change a copy. Raises `LossError` for one of a module that was not seen when the step was composed."""
         if root.number not in self.numbers:
-            raise LossError(
-                f"the loss runs a module that {self.where} could not see when it was composed",
-                where=type(module).__name__,
-                got="a module that the loss reaches in another way than it shows",
-                want="loss_fn that holds apply in its closure, its defaults or as a global; or fds.Layers",
-            )
+            raise unseen_module(module, self.where)
         for path, part in list(module.named_modules()):
             name = self.chosen.get((root.number, path))
             if name is not None:
