@@ -216,6 +216,13 @@ def instance(kind: type, what: str, want: str, *, where: str = "") -> Rule:
     return Rule(lambda value: isinstance(value, kind), what, want, where)
 
 
+def slot_name(example: str) -> Rule:
+    """Return the rule of the name of a slot that a transform takes."""
+    return Rule(
+        lambda x: isinstance(x, str) and x.isidentifier(), ": the name of a slot is a word", f'say, "{example}"'
+    )
+
+
 FLAG = instance(bool, ": {name} is a flag", "True or False")
 
 

@@ -219,9 +219,9 @@ def packed_or_seen(
             at = call.given_to(view, "view", i, name)
             pack: Any = getattr(view, "packed", None)
             packed = packed if pack is None else pack(x, leaf, at) or packed  # a later view may leave it alone
-            names: Any = view.reads(leaf) if hasattr(view, "reads") else ()
-            read = [{n: before[n].to(seen[n].dtype) for n in names}] if hasattr(view, "reads") else []
-            x = view(x, leaf, at, *read)
+            reads: Any = getattr(view, "reads", None)
+            more = [] if reads is None else [{n: before[n].to(seen[n].dtype) for n in reads(leaf)}]
+            x = view(x, leaf, at, *more)
     fits = packed is not None and packed.shape == want.shape and torch.equal(packed.numbers(), want)
     return packed if packed is not None and fits else want
 

@@ -82,6 +82,11 @@ class Schedule:
         return torch.where(due, make(), old)
 
 
+def made_or_old(slot: Any, noted: Any, call: Any) -> Any:
+    """Return the masks that were made in a call, and where none was the old ones: what a slot of masks becomes."""
+    return tree.map(lambda old, new: torch.where(new >= 0, new, old), slot, noted)
+
+
 def patterns_of(values: Any, where: str, what: str = "") -> tuple[str, ...]:
     """Return patterns of names, one or more unless `what` names an argument that may have none.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.errors import Rule, StateError
+from fds.errors import Rule, StateError, slot_name
 from fds.step import Call, Memory, Step, fill, transform
 
 
@@ -63,7 +63,7 @@ class Average:
     decay=Rule(
         lambda x: isinstance(x, int | float) and 0 <= x < 1, " takes a decay below 1", "0 <= decay < 1, say 0.999"
     ),
-    name=Rule(lambda x: isinstance(x, str) and x.isidentifier(), ": the name of a slot is a word", 'say, "slow"'),
+    name=slot_name("slow"),
 )
 def ema(decay: float, *, name: str = "ema"):
     """Average the parameters into `state.slots[name]`; evaluate it with `attrs.evolve(state, params=...)`.

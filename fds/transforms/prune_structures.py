@@ -34,15 +34,14 @@ from fds.compression import Cut, masks
 from fds.compression.masks import Curve
 from fds.compression.pieces import cuts_of, refuse_local
 from fds.compression.related import Related, following
-from fds.compression.schedule import Schedule, chosen, is_chosen, patterns_of
+from fds.compression.schedule import Schedule, chosen, is_chosen, made_or_old, patterns_of
 from fds.compression.scores import SUFFIXES, dropped, summed
-from fds.errors import FLAG, ComposeError, Rule, StateError, count
+from fds.errors import FLAG, ComposeError, Rule, StateError, count, slot_name
 from fds.layout import Leaf
 from fds.step import Call, Memory, Step, fill, transform
 
 Method = Literal["l1", "topk", "sensitivity"]
 METHOD = Rule(get_args(Method).__contains__, ": there is no such method", ", ".join(map(repr, get_args(Method))))
-WORD = Rule(lambda x: isinstance(x, str) and x.isidentifier(), ": the name of a slot is a word", 'say, "pruned_more"')
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -99,10 +98,6 @@ class Pruned:
             return {}
         words = {n: -(-(self.num_heads or shape[0]) // masks.BITS) for n, shape in weights.items()}
         return {n: torch.full((1, size), masks.ALL, dtype=torch.int64, device=device) for n, size in words.items()}
-
-    def accept(self, slot: Any, noted: Any, call: Call) -> Any:
-        """Return the masks that were made in a call, and where none was the old ones."""
-        return tree.map(lambda old, new: torch.where(new >= 0, new, old), slot, noted)
 
     def scores_of(self, name: str) -> str:
         """Return the name of the scores of a weight."""
@@ -267,7 +262,7 @@ def _made(
         return fill(
             step,
             view=view,
-            memory=Memory(slot, view.init, "named", merge="max", accept=view.accept),
+            memory=Memory(slot, view.init, "named", merge="max", accept=made_or_old),
             instead=f"{where}(..., name={slot + '_2'!r})",
             hint="give one of them another name",
         )
@@ -275,7 +270,7 @@ def _made(
     return apply
 
 
-@transform(several=True, method=METHOD, initial=FLAG, name=WORD)
+@transform(several=True, method=METHOD, initial=FLAG, name=slot_name("pruned_more"))
 def prune_rows(
     *patterns: str,
     density: float,
@@ -333,7 +328,7 @@ def prune_rows(
     )
 
 
-@transform(several=True, method=METHOD, initial=FLAG, name=WORD)
+@transform(several=True, method=METHOD, initial=FLAG, name=slot_name("pruned_more"))
 def prune_channels(
     *patterns: str,
     density: float,
@@ -368,7 +363,12 @@ def prune_channels(
 
 
 @transform(
-    several=True, method=METHOD, initial=FLAG, name=WORD, num_heads=count(": {name} counts heads"), interleaved=FLAG
+    several=True,
+    method=METHOD,
+    initial=FLAG,
+    name=slot_name("pruned_more"),
+    num_heads=count(": {name} counts heads"),
+    interleaved=FLAG,
 )
 def prune_heads(
     *patterns: str,

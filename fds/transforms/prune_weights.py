@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import attrs
 import torch
@@ -22,13 +22,12 @@ from fds import tree
 from fds.compression import Cut, masks
 from fds.compression.masks import Block, Curve
 from fds.compression.pieces import Piece, refuse_local
-from fds.compression.schedule import Schedule, chosen, is_chosen, patterns_of
+from fds.compression.schedule import Schedule, chosen, is_chosen, made_or_old, patterns_of
 from fds.compression.scores import SUFFIXES, dropped, summed
-from fds.errors import FLAG, ComposeError, FdsError, Rule, StateError
+from fds.errors import FLAG, ComposeError, FdsError, Rule, StateError, slot_name
 from fds.layout import Leaf
 from fds.step import Call, Memory, Step, fill, transform
 
-WORD = Rule(lambda x: isinstance(x, str) and x.isidentifier(), ": the name of a slot is a word", 'say, "pruned_more"')
 Method = Literal["l1", "topk", "snip_momentum"]
 
 
@@ -70,10 +69,6 @@ class PrunedWeights:
             return {}  # each mask follows from its scores
         sizes = {name: (shape[0], -(-math.prod(shape[1:]) // masks.BITS)) for name, shape in weights.items()}
         return {name: torch.full(size, masks.ALL, dtype=torch.int64, device=device) for name, size in sizes.items()}
-
-    def accept(self, slot: Any, noted: Any, call: Call) -> Any:
-        """Return the masks that were made in a call, and where none was the old ones."""
-        return tree.map(lambda old, new: torch.where(new >= 0, new, old), slot, noted)
 
     def scores_of(self, name: str) -> str:
         """Return the name of the scores of a weight."""
@@ -148,7 +143,7 @@ class PrunedWeights:
     several=True,
     method=Rule(get_args(Method).__contains__, ": there is no such method", ", ".join(map(repr, get_args(Method)))),
     initial=FLAG,
-    name=WORD,
+    name=slot_name("pruned_more"),
 )
 def prune_weights(
     *patterns: str,
@@ -221,7 +216,7 @@ def prune_weights(
         return fill(
             step,
             view=view,
-            memory=Memory(name, view.init, "named", merge="max", accept=view.accept),
+            memory=Memory(name, view.init, "named", merge="max", accept=made_or_old),
             instead=f"prune_weights(..., name={name + '_2'!r})",
             hint="give one of them another name",
         )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fds import loss as losses
 from fds.compression.activations import ActivationGrid, Per, RoundedInputs, is_convolution, is_linear
-from fds.errors import FLAG, ComposeError, LossError, Rule, count, is_int, is_number
+from fds.errors import FLAG, ComposeError, LossError, Rule, count, is_int, is_number, slot_name
 from fds.step import Call, Memory, SplitDim, Step, fill, transform
 
 Range = Literal["dynamic", "static"]
@@ -137,7 +137,7 @@ class Rounding:
     per=Rule(("token", "sample").__contains__, ": no such group of numbers", '"token", "sample" or None').or_none(),
     offset=count(": {name} counts updates", 0),
     decay=Rule(lambda x: is_number(x) and 0 <= x < 1, ": {name} is that of an average", "0 <= decay < 1, say 0.95"),
-    name=Rule(lambda x: isinstance(x, str) and x.isidentifier(), ": the name of a slot is a word", 'say, "ranges_4"'),
+    name=slot_name("ranges_4"),
 )
 def quantize_activations(
     layers: str | Sequence[str],
