@@ -15,7 +15,7 @@ head 0: 14 of 36 blocks
 """
 
 from fds.attention_layouts.block_masks import from_block_mask, to_block_mask
-from fds.attention_layouts.layout import AttentionLayout, draw_text, per_head
+from fds.attention_layouts.layout import AttentionLayout, draw_png, draw_text, per_head
 from fds.attention_layouts.pattern import Pattern
 from fds.attention_layouts.patterns import (
     bigbird,
@@ -26,7 +26,6 @@ from fds.attention_layouts.patterns import (
     local_sliding_window,
     variable,
 )
-from fds.attention_layouts.pictures import draw_png
 
 __all__ = [
     # what a layout is
