@@ -220,7 +220,7 @@ def packed_or_seen(
             pack: Any = getattr(view, "packed", None)
             packed = packed if pack is None else pack(x, leaf, at) or packed  # a later view may leave it alone
             reads: Any = getattr(view, "reads", None)
-            more = [] if reads is None else [{n: before[n].to(seen[n].dtype) for n in reads(leaf)}]
+            more = [] if reads is None else [{n: before[n].to(seen[n].dtype) for n in reads(leaf, at)}]
             x = view(x, leaf, at, *more)
     fits = packed is not None and packed.shape == want.shape and torch.equal(packed.numbers(), want)
     return packed if packed is not None and fits else want

@@ -39,9 +39,19 @@ class Schedule:
 
     @classmethod
     def of(
-        cls, density: float, offset: Any, end: Any, stride: Any, curve: Any, *, initial: bool, where: str
+        cls, density: Any, offset: Any, end: Any, stride: Any, curve: Any, *, initial: bool, method: str, where: str
     ) -> Schedule:
         """Return the schedule of these arguments of a transform. Raises `ComposeError` for what none has."""
+        if not masks.is_share(density):
+            want = "0 < density <= 1"
+            raise ComposeError(f"{where} takes the share that stays", got=f"{density=}"[:80], want=want)
+        if method != "l1" and (initial or (method == "topk" and end is not None)):
+            raise ComposeError(
+                f"{where}: masks of {method!r} follow their scores",
+                where="initial" if initial else "end",
+                got=f"{initial=}, {end=}",
+                want='method="l1" of initial weights; no end of "topk"',
+            )
         last = offset if end is None else end
         for name, value, least in (("offset", offset, 0), ("end", last, offset), ("stride", stride, 1)):
             if not is_int(value, least if is_int(least) else 0):

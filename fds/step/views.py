@@ -3,8 +3,8 @@
 A view that has a method `encode(x, leaf)` says too what a state holds of a parameter that `step.init` is given: it is
 called with that, before all other views. Both take `meta` tensors.
 
-A view that has a method `reads(leaf)` names other parameters (scores, steps of a grid, factors of low rank): it is
-called with them too, as the loss would see them without views, and its gradient goes to all of them. It may name its
+A view that has a method `reads(leaf, call)` names other parameters (scores, steps of a grid, factors of low rank): it
+is called with them too, as the loss would see them without views, and its gradient goes to all of them. It may name its
 own parameter, to look at it as no view before has changed it.
 
 One that has a method `check(shapes)` is called with the whole shapes of all parameters, by name, before a state is
@@ -52,6 +52,32 @@ def decode(encodings: Sequence[View], x: Tensor, leaf: Leaf, call: Call) -> Tens
     """Return a parameter, given what a state holds of it."""
     for encoding in reversed(encodings):
         x = contracts.viewed(encoding(x, leaf, call), encoding)
+    return x
+
+
+def apply_views(
+    views: Sequence[View],
+    leaf: Leaf,
+    read: Mapping[str, Tensor],
+    at: Callable[[View, int], Call],
+    before: Callable[[View, Tensor, Call], object] | None = None,
+) -> Tensor:
+    """Return what views, one after another, make of a parameter.
+
+    Args:
+        views: of the station.
+        leaf: the parameter.
+        read: what the loss would see without views, of it and of what they read, by name.
+        at: returns the call that the i-th view is given.
+        before: is called with each view and what it is given of the parameter, before it is.
+    """
+    x = read[leaf.name]
+    for i, view in enumerate(views):
+        call = at(view, i)
+        if before is not None:
+            before(view, x, call)
+        more = [{name: read[name] for name in names} for names in _read_by(view, leaf, call)]
+        x = contracts.viewed(view(x, leaf, call, *more), view)
     return x
 
 
@@ -171,7 +197,7 @@ class Views:
         cuts: dict[str, Cut] = {}
         runs = None if self.again is None else Runs(self.again.union(again))
         for name, p in zip(names, leaves, strict=True):
-            read = self._read(name)
+            read = self._read(name, setting.record)
             view = functools.partial(self._apply, self.leaves[name], read, setting, runs)
             inputs = [p, *(contracts.read_by_view(names, other, name) for other in read)]
             x, run = self._shown(inputs, view, on_use, runs, plain=plain, apart=self.apart or in_pieces)
@@ -180,9 +206,9 @@ class Views:
             shown.append(x)
         return build(shown), cuts
 
-    def _read(self, name: str) -> tuple[str, ...]:
+    def _read(self, name: str, call: Call) -> tuple[str, ...]:
         """Return the names of other parameters that the views of one read, in the order in which they are given."""
-        reads = (names for view in self.functions for names in _read_by(view, self.leaves[name]))
+        reads = (names for view in self.functions for names in _read_by(view, self.leaves[name], call))
         return tuple(other for other in dict.fromkeys(itertools.chain.from_iterable(reads)) if other != name)
 
     def _shown(
@@ -215,20 +241,20 @@ class Views:
         self, leaf: Leaf, names: Sequence[str], setting: losses.Setting, runs: Runs | None, x: Tensor, *others: Tensor
     ) -> Tensor:
         """Return what the views make of a parameter, the same each time in one microbatch, given what they read."""
-        read = {leaf.name: x, **dict(zip(names, others, strict=True))}
-        for i, view in enumerate(self.functions):
+
+        def at(view: View, i: int) -> Call:
             call = setting.at(view, "view", i, leaf.name)
-            call = call if runs is None else runs.noting(call, leaf.name)
-            more = [{other: read[other] for other in names} for names in _read_by(view, leaf)]
-            x = contracts.viewed(view(x, leaf, call, *more), view)
+            return call if runs is None else runs.noting(call, leaf.name)
+
+        x = apply_views(self.functions, leaf, {leaf.name: x, **dict(zip(names, others, strict=True))}, at)
         if runs is not None:
             runs.end(leaf.name)
         return x
 
 
-def _read_by(view: Any, leaf: Leaf) -> list[Sequence[str]]:
+def _read_by(view: Any, leaf: Leaf, call: Call) -> list[Sequence[str]]:
     """Return a list of what `view.reads` names; an empty one of a view that has no such method."""
-    return [view.reads(leaf)] if forms.is_reading(view) else []
+    return [view.reads(leaf, call)] if forms.is_reading(view) else []
 
 
 def _backward(edge: Any, sources: Sequence[Tensor], grad: Tensor) -> None:

@@ -22,7 +22,7 @@ Source: Michel et al. 2019, arXiv:1905.10650
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import attrs
@@ -50,14 +50,13 @@ class Pruned:
 
     where: str  # the transform
     patterns: tuple[str, ...]
-    excluded: tuple[str, ...]
+    excluded: Sequence[str]
     method: Method
     schedule: Schedule
-    related: Related
     slot: str
     dims: tuple[int, ...]  # numbers of dims that weights may have
     num_heads: int = 0  # 0 of rows
-    weights: set[str] = attrs.field(factory=set[str], repr=False)  # that there are, once a state was made or loaded
+    related: Related = Related()
     draws: ClassVar = False
 
     def __repr__(self) -> str:
@@ -65,7 +64,10 @@ class Pruned:
         return f"masks of {kind} of {tree.named(self.patterns)} by {self.method}: {self.schedule}"
 
     def init(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
-        """Return masks in which all stays, by name, (1, words). Raises `StateError` for what cannot be pruned."""
+        """Return masks in which all stays, by name, (1, words), without words where scores are the masks.
+
+        Raises `StateError` for what cannot be pruned.
+        """
         weights = chosen(shapes, self.patterns, self.excluded, self.where, self.dims)
         for name, shape in weights.items():
             if self.num_heads and shape[1] % self.num_heads:
@@ -85,18 +87,16 @@ class Pruned:
                     hint=f"fds.compression.with_scores(module, ..., of={'heads' if self.num_heads else 'rows'!r})",
                 )
         for name in shapes.keys() - weights.keys():
-            if is_chosen(name, self.patterns, self.excluded) and not self.num_heads and biases_of(name, shapes):
+            if self.chooses(name) and not self.num_heads and biases_of(name, shapes):
                 raise StateError(
                     f"{self.where}: patterns choose what has a bias and no such rows",
                     where=name,
                     got=str(shapes[name]),
                     want=f"weights of {' or '.join(map(str, self.dims))} dims alone; excluded=... with this one",
                 )
-        self.weights.update(weights)
         self.related.check(weights, shapes, self.num_heads, self.where)
-        if self.method == "topk":
-            return {}
         words = {n: -(-(self.num_heads or shape[0]) // masks.BITS) for n, shape in weights.items()}
+        words = dict.fromkeys(words, 0) if self.method == "topk" else words
         return {n: torch.full((1, size), masks.ALL, dtype=torch.int64, device=device) for n, size in words.items()}
 
     def scores_of(self, name: str) -> str:
@@ -108,11 +108,11 @@ class Pruned:
         return name if self.method == "l1" else self.scores_of(name)
 
     def chooses(self, name: str) -> bool:
-        """Say whether patterns choose a parameter, which is there."""
-        return is_chosen(name, self.patterns, self.excluded) and (not self.weights or name in self.weights)
+        """Say whether patterns choose a parameter by its name."""
+        return is_chosen(name, self.patterns, self.excluded)
 
-    def weights_of(self, leaf: Leaf) -> list[str]:
-        """Return the names of weights whose masks a parameter is multiplied by: its own, and that it is related to."""
+    def weights_of(self, leaf: Leaf, weights: Container[str]) -> list[str]:
+        """Return which `weights` have masks that a parameter is multiplied by: itself, and what it is related to."""
         name, is_vector = leaf.name, len(leaf.shape) == 1
         weight: str | None = name
         if is_vector and not self.num_heads and name.rpartition(".")[2] == "bias":
@@ -121,19 +121,19 @@ class Pruned:
             weight = None
         # what is related to heads computes nothing that their columns do not drop
         other = None if is_vector or self.num_heads else self.related.weight_of(name)
-        return [source for source in (weight, other) if source is not None and self.chooses(source)]
+        return [source for source in (weight, other) if source is not None and source in weights]
 
-    def prunes(self, leaf: Leaf) -> bool:
-        """Say whether a parameter is multiplied by masks."""
-        return bool(self.weights_of(leaf))
+    def prunes(self, leaf: Leaf, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Say whether a parameter is multiplied by masks, given the shapes of all."""
+        return bool(self.weights_of(leaf, {n for n, x in shapes.items() if len(x) in self.dims and self.chooses(n)}))
 
-    def reads(self, leaf: Leaf) -> Sequence[str]:
+    def reads(self, leaf: Leaf, call: Call) -> Sequence[str]:
         """Return the names of what makes the masks of a parameter: scores, or weights as no other view changed them."""
-        return [*map(self.source_of, self.weights_of(leaf))]
+        return [*map(self.source_of, self.weights_of(leaf, call.slots[self.slot]))]
 
     def __call__(self, x: Tensor, leaf: Leaf, call: Call, read: Mapping[str, Tensor]) -> Tensor:
         """Return a parameter times its masks, and what has none as it is."""
-        weights = self.weights_of(leaf)
+        weights = self.weights_of(leaf, call.slots[self.slot])
         if not weights or (call.calls < self.schedule.start and self.method != "sensitivity"):
             return x
         for name in (*weights, leaf.name):
@@ -188,9 +188,8 @@ class Pruned:
         Of a weight to which nothing is related rows stay: what takes its outputs would not fit.
         """
         cuts: list[Cut] = []
-        for name, x in params.items():
-            if x.dim() not in self.dims or not self.chooses(name):
-                continue
+        for name in call.slots[self.slot]:
+            x = params[name]
             cuts += [dropped(score, params) for score in [self.scores_of(name)] if self.method != "l1"]
             names = self.related.names_of(name)
             if not names:
@@ -222,48 +221,28 @@ def biases_of(weight: str, params: Mapping[str, Any]) -> list[str]:
     return [bias] if weight.rpartition(".")[2] == "weight" and bias in params else []
 
 
-def _made(
-    where: str,
-    patterns: Sequence[str],
-    times: tuple[Any, Any, Any, Any],
-    *,
-    method: Method,
-    density: Any,
-    initial: bool,
-    related: Any,
-    excluded: Any,
-    slot: str,
-    dims: tuple[int, ...],
-    num_heads: int = 0,
-    interleaved: bool = False,
-) -> Callable[[Step], Step]:
-    """Return what fills the stations of a step. Raises `ComposeError` for arguments that are none."""
-    names, out = patterns_of(patterns, where), patterns_of(excluded, where, "excluded")
-    if not masks.is_share(density):
-        raise ComposeError(f"{where} takes the share that stays", got=f"density={density!r}"[:80], want="0 < it <= 1")
-    offset, end, stride, curve = times
-    if method != "l1" and (initial or (method == "topk" and end is not None)):
-        raise ComposeError(
-            f"{where}: masks of {method!r} follow their scores",
-            got=f"initial={initial}, end={end}",
-            want='method="l1" of initial weights; no end of "topk"',
-        )
-    schedule = Schedule.of(density, offset, end, stride, curve, initial=initial, where=where)
-    takes_next = related == "next" and not num_heads
+def _made(view: Pruned, related: Any, *, interleaved: bool = False) -> Callable[[Step], Step]:
+    """Return what fills the stations of a step. Raises `ComposeError` for patterns that are none."""
+    where, names = view.where, patterns_of(view.patterns, view.where)
+    out = patterns_of(view.excluded, where, "excluded")
+    takes_next = related == "next" and not view.num_heads
     listed = Related() if takes_next else Related.of(names, related, where, interleaved=interleaved)
 
     def apply(step: Step) -> Step:
         pairs = listed
         if takes_next:
             modules = losses.modules_of(step.loss)
-            weights = {f"{x.prefix}{n}" for x in modules for n, p in x.module.named_parameters() if p.dim() in dims}
+            weights = {
+                f"{x.prefix}{n}" for x in modules for n, p in x.module.named_parameters() if p.dim() in view.dims
+            }
             pairs = following(step.loss, sorted(n for n in weights if is_chosen(n, names, out)), where)
-        view = Pruned(where, names, out, method, schedule, pairs, slot, dims, num_heads)
+        pruned = attrs.evolve(view, patterns=names, excluded=out, related=pairs)
+        rule: dict[str, Any] = {} if view.method == "topk" else {"merge": "max", "accept": made_or_old}
         return fill(
             step,
-            view=view,
-            memory=Memory(slot, view.init, "named", merge="max", accept=made_or_old),
-            instead=f"{where}(..., name={slot + '_2'!r})",
+            view=pruned,
+            memory=Memory(view.slot, pruned.init, "named", **rule),
+            instead=f"{where}(..., name={view.slot + '_2'!r})",
             hint="give one of them another name",
         )
 
@@ -314,18 +293,9 @@ def prune_rows(
     and where a graph is made of the step; `StateError` at init for patterns that match no weight, weights without
     scores, and what is related and does not fit.
     """
-    return _made(
-        "prune_rows",
-        patterns,
-        (offset, end, stride, curve),
-        method=method,
-        density=density,
-        initial=initial,
-        related=related,
-        excluded=excluded,
-        slot=name,
-        dims=(2,),
-    )
+    schedule = Schedule.of(density, offset, end, stride, curve, initial=initial, method=method, where="prune_rows")
+    view = Pruned("prune_rows", patterns, excluded, method, schedule, name, dims=(2,))
+    return _made(view, related)
 
 
 @transform(several=True, method=METHOD, initial=FLAG, name=slot_name("pruned_more"))
@@ -348,18 +318,9 @@ def prune_channels(
     related takes channels as inputs: a convolution in one group, a linear layer after a flattening (each channel has
     as many columns), and the batch norm between, which becomes smaller with them.
     """
-    return _made(
-        "prune_channels",
-        patterns,
-        (offset, end, stride, curve),
-        method=method,
-        density=density,
-        initial=initial,
-        related=related,
-        excluded=excluded,
-        slot=name,
-        dims=(3, 4, 5),
-    )
+    schedule = Schedule.of(density, offset, end, stride, curve, initial=initial, method=method, where="prune_channels")
+    view = Pruned("prune_channels", patterns, excluded, method, schedule, name, dims=(3, 4, 5))
+    return _made(view, related)
 
 
 @transform(
@@ -408,17 +369,6 @@ def prune_heads(
 
     Raises the errors of `prune_rows`; `StateError` at init where columns are not those of so many heads, too.
     """
-    return _made(
-        "prune_heads",
-        patterns,
-        (offset, end, stride, curve),
-        method=method,
-        density=density,
-        initial=initial,
-        related=related,
-        excluded=excluded,
-        slot=name,
-        dims=(2,),
-        num_heads=num_heads,
-        interleaved=interleaved,
-    )
+    schedule = Schedule.of(density, offset, end, stride, curve, initial=initial, method=method, where="prune_heads")
+    view = Pruned("prune_heads", patterns, excluded, method, schedule, name, dims=(2,), num_heads=num_heads)
+    return _made(view, related, interleaved=interleaved)

@@ -74,11 +74,11 @@ class PrunedWeights:
         """Return the name of the scores of a weight."""
         return name + SUFFIXES["weights"]
 
-    def prunes(self, leaf: Leaf) -> bool:
-        """Say whether a parameter is one of the weights."""
+    def prunes(self, leaf: Leaf, shapes: Mapping[str, tuple[int, ...]] | None = None) -> bool:
+        """Say whether a parameter is one of the weights, whatever the shapes of others are."""
         return len(leaf.shape) > 1 and is_chosen(leaf.name, self.patterns, self.excluded)
 
-    def reads(self, leaf: Leaf) -> Sequence[str]:
+    def reads(self, leaf: Leaf, call: Call) -> Sequence[str]:
         """Return the name of what makes the mask of a parameter: its scores, or itself, as no other view changed it."""
         return [leaf.name if self.method == "l1" else self.scores_of(leaf.name)] if self.prunes(leaf) else []
 
@@ -194,22 +194,14 @@ def prune_weights(
     except FdsError as error:
         raise ComposeError(f"prune_weights: {error.what}", where="block", got=error.got, want=error.want) from None
     share = kind.keep / kind.of if kind.keep and density is None else density
-    if not masks.is_share(share) or (kind.keep and (density is not None or end not in (None, offset))):
+    if (share is None) or (kind.keep and (density is not None or end not in (None, offset))):
         raise ComposeError(
             "prune_weights takes the share that stays",
             where="density",
             got=f"density={density!r}, block={block!r}, end={end!r}",
             want='0 < density <= 1; or block="2:4", which has a density and no end',
         )
-    assert share is not None
-    if method != "l1" and (initial or (method == "topk" and end is not None)):
-        raise ComposeError(
-            f"prune_weights: masks of {method!r} follow their scores",
-            where="initial" if initial else "end",
-            got=f"initial={initial}, end={end}",
-            want='method="l1" of initial weights; no end of "topk"',
-        )
-    schedule = Schedule.of(share, offset, end, stride, curve, initial=initial, where="prune_weights")
+    schedule = Schedule.of(share, offset, end, stride, curve, initial=initial, method=method, where="prune_weights")
     view = PrunedWeights(names, out, method, kind, schedule, name)
 
     def apply(step: Step) -> Step:

@@ -117,7 +117,7 @@ class Quantized:
                 )
 
             leaf = Leaf(name, tuple(shapes[name]), torch.float32, True)
-            if not self.has_zero and any(view.prunes(leaf) for view in self.pruning):
+            if not self.has_zero and any(view.prunes(leaf, shapes) for view in self.pruning):
                 raise ComposeError(
                     "quantize_weights: a grid without 0 would lose the zeros that pruning has made",
                     where=name,

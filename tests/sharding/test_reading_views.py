@@ -28,7 +28,7 @@ class Product:
 
     draws = False
 
-    def reads(self, leaf):
+    def reads(self, leaf, call):
         name, _, last = leaf.name.rpartition(".")
         return (f"{name}.up", f"{name}.down") if last == "weight" and name in ("0", "2") else ()
 
@@ -42,7 +42,7 @@ class Mask:
 
     draws = False
 
-    def reads(self, leaf):
+    def reads(self, leaf, call):
         return [leaf.name.replace("weight", "scores")] if leaf.name in ("0.weight", "2.weight") else []
 
     def __call__(self, x, leaf, call, read):
@@ -137,7 +137,7 @@ class Shared:
     def __init__(self, *names):
         self.names = names
 
-    def reads(self, leaf):
+    def reads(self, leaf, call):
         return ["gain"] if leaf.name in self.names else []
 
     def __call__(self, x, leaf, call, read):
@@ -179,7 +179,7 @@ class Itself:
 
     draws = False
 
-    def reads(self, leaf):
+    def reads(self, leaf, call):
         return [leaf.name] if leaf.name.endswith("weight") else []
 
     def __call__(self, x, leaf, call, read):
@@ -200,7 +200,7 @@ def test_a_view_reads_its_own_parameter_as_no_view_has_changed_it(stage):
 
 
 class Wrong(Product):
-    def reads(self, leaf):
+    def reads(self, leaf, call):
         return ["nothing"]
 
 
@@ -209,5 +209,7 @@ def test_what_is_not_there_is_refused():
         trained(views=(Wrong(),))
     with pytest.raises(ComposeError, match=r"\(x, leaf, call, read\)"):
         trained(
-            views=(type("Three", (), {"reads": lambda self, leaf: (), "__call__": lambda self, x, leaf, call: x})(),)
+            views=(
+                type("Three", (), {"reads": lambda self, leaf, call: (), "__call__": lambda self, x, leaf, call: x})(),
+            )
         )

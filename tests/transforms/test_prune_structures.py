@@ -477,6 +477,27 @@ def test_a_pattern_of_what_is_related_may_match_other_weights():
     close((small(x) - y).square().mean(), step.evaluate(state, [x, y])["loss"])
 
 
+def test_a_step_composed_anew_prunes_the_weights_of_the_state():
+    """Weights are those of the slot: `0.attention.inner.weight`, to which an output would be related, is none."""
+    _, loss, params = problem(lambda: nn.Sequential(Layer(), nn.Linear(4, 2)))
+    prune = lambda: fds.prune_rows("*.inner.weight", density=0.25, related="*.output.weight")
+    step = fds.compose(prune(), fds.sgd(LR))(loss)
+    want, _ = step(begun := step.init(params), batch(multilayer, 0))
+    assert_same_bits(fds.compose(prune(), fds.sgd(LR))(loss)(begun, batch(multilayer, 0))[0], want)
+
+
+def test_a_run_of_learned_scores_is_resumed(tmp_path):
+    _, loss, params = problem(multilayer, ("0.weight", "rows"))
+    prune = lambda: fds.prune_rows("0.weight", method="topk", **ROW_ARGUMENTS, related="2.weight")
+    step = fds.compose(prune(), fds.sgd(LR))(loss)
+    fds.save(tmp_path, train(multilayer, step, step.init(params), range(2)), step)
+    again = fds.compose(prune(), fds.sgd(LR))(loss)
+    state, _ = fds.load(tmp_path, again, params)
+    assert_same_bits(
+        train(multilayer, again, state, range(2, CALLS)), train(multilayer, step, step.init(params), range(CALLS))
+    )
+
+
 def test_a_step_says_what_it_prunes():
     _, loss, params = problem(transformer)
     heads = fds.prune_heads("*.out.weight", num_heads=HEADS, density=0.5, offset=2, end=6, stride=2)

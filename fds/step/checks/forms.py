@@ -99,7 +99,7 @@ def looks_at_shapes(view: object) -> bool:
 
 def _is_view(x: Any) -> bool:
     names = ("x", "leaf", "call", *(["read"] if is_reading(x) else ()))
-    methods = (("encode", 2), ("reads", 1), ("check", 1))
+    methods = (("encode", 2), ("reads", 2), ("check", 1))
     return binds(*names)(x) and all(not hasattr(x, name) or takes(n)(getattr(x, name)) for name, n in methods)
 
 
@@ -122,7 +122,7 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "view": (
         _is_view,
         "a function (x, leaf, call) -> tensor, of one parameter; it may have encode(x, leaf) and check(shapes); with "
-        "reads(leaf), names of other parameters, it is (x, leaf, call, read)",
+        "reads(leaf, call), names of other parameters, it is (x, leaf, call, read)",
     ),
     "context": (
         lambda x: takes(2)(x.around_layer) if is_around(x) else binds("call")(x),
