@@ -6,7 +6,8 @@ from fds.lazy import lazily
 
 if TYPE_CHECKING:
     from fds.compression import masks as masks
-    from fds.compression._shrink import Cut, semi_structured, shrink
+    from fds.compression._semi_structured import semi_structured
+    from fds.compression._shrink import Cut, shrink
     from fds.compression.activations import ActivationGrid
     from fds.compression.bake import Baked, Entry, Speed
     from fds.compression.compressed_files import read_baked
@@ -21,7 +22,8 @@ __getattr__, __dir__ = lazily(
         "fds.compression.compressed_files": "read_baked",
         "fds.compression.grids": "Packed pack",
         "fds.compression.scores": "sensitivity with_scores",
-        "fds.compression._shrink": "Cut semi_structured shrink",
+        "fds.compression._shrink": "Cut shrink",
+        "fds.compression._semi_structured": "semi_structured",
     },
     submodules="masks",
 )

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor, nn
 
 from fds.errors import StateError
@@ -162,51 +161,3 @@ def _drop_heads(module: nn.Module, path: str, total: int, left: int, width: int,
         got=f"{total} heads",
         want=f"an attribute {', '.join(NUM_HEADS)} of a module around it",
     )
-
-
-@attrs.frozen
-class Bytes:
-    """What a weight of which 2 of each 4 numbers stay takes.
-
-    Attributes:
-        name: of the parameter.
-        dense_bytes: with its zeros.
-        held_bytes: as it is held: the same where no GPU multiplies it as a sparse one, else 9/16 of it in 16 bit.
-        least_bytes: of its numbers that stay, and two bits for the place of each.
-    """
-
-    name: str
-    dense_bytes: int
-    held_bytes: int
-    least_bytes: int
-
-
-def semi_structured(module: nn.Module, names: Iterable[str]) -> tuple[nn.Module, list[Bytes]]:
-    """Return a copy of a module whose weights of these names are torch's semi-structured tensors, and their bytes.
-
-    Linear layers multiply those faster on GPUs of compute capability 8.0 and more, for inference alone. A weight stays
-    a plain one where it is not on such a GPU, of another dtype than float16 and bfloat16, or of rows and columns that
-    are no multiples of 32 and 64: outputs are the same.
-
-    Raises `StateError` for a name that is none of a linear layer's weights, and for a weight that has more than 2
-    numbers other than 0 in 4 of a row.
-    """
-    module, report = copy.deepcopy(module), list[Bytes]()
-    for name in names:
-        path, _, last = name.rpartition(".")
-        owner = _owner(module, path, last)
-        weight = owner._parameters[last]
-        assert weight is not None
-        if not isinstance(owner, nn.Linear) or last != "weight" or weight.shape[1] % 4:
-            raise _refused(name, owner, f"{tuple(weight.shape)}, for semi-structured tensors")
-        if (weight.detach().unflatten(1, (-1, 4)) != 0).sum(-1).max() > 2:
-            raise _refused(name, owner, "more than 2 of 4 numbers other than 0")
-        rows, columns = weight.shape
-        fits = weight.dtype in (torch.float16, torch.bfloat16) and not (rows % 32 or columns % 64)
-        runs = weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= (8, 0)
-        dense = weight.numel() * weight.element_size()
-        if fits and runs:
-            sparse = torch.sparse.to_sparse_semi_structured(weight.detach())
-            setattr(owner, last, nn.Parameter(sparse, requires_grad=False))
-        report.append(Bytes(name, dense, dense * 9 // 16 if fits and runs else dense, dense // 2 + weight.numel() // 8))
-    return module, report

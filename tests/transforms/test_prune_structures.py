@@ -10,7 +10,7 @@ from torch import nn
 
 import fds
 from fds.compression import Cut, semi_structured, sensitivity, shrink, with_scores
-from fds.errors import ComposeError, StateError
+from fds.errors import ComposeError, FdsError, StateError
 from fds.step import Call
 from tests.bits import assert_same_bits
 
@@ -440,17 +440,27 @@ def two_of_four(dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_of_four_numbers_stay_a_plain_weight_on_a_cpu_and_say_their_bytes(dtype):
     module = two_of_four(dtype)
-    same, (report,) = semi_structured(module, ["0.weight"])
+    same, (report,) = semi_structured(module, "0.*")
     assert_same_bits(same.state_dict(), module.state_dict())
     numbers, size = 64 * 32, dtype.itemsize
     assert (report.dense_bytes, report.held_bytes) == (numbers * size, numbers * size)
     assert report.least_bytes == numbers // 2 * size + numbers // 2 * 2 // 8
 
 
-@pytest.mark.parametrize("name", ["2.weight", "0.bias", "4.weight"])
-def test_other_weights_are_not_semi_structured(name):
-    with pytest.raises(StateError):
-        semi_structured(two_of_four(), [name])
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        (["*.weight"], "in 4 of a row"),  # of 2.weight all stay
+        (["*.bias"], "no weight of a linear layer"),
+        (["4.weight"], "matches no parameter"),
+        ([], "patterns of parameter names"),
+        ([["0.weight"]], "patterns of parameter names"),
+    ],
+)
+def test_other_weights_are_not_semi_structured(patterns, words):
+    with pytest.raises(FdsError, match=words) as error:
+        semi_structured(two_of_four(), *patterns)
+    assert "smaller" not in str(error.value) and "shrink" not in str(error.value)
 
 
 class Layer(nn.Module):
