@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -27,14 +27,15 @@ class Packed:
 
     Attributes:
         codes: (G, ceil(n w / 8)) uint8, n integers of a group, less the lowest one, of w bits each, w = 1, 2, 4 or 8,
-            the first in the low bits; of 9 bits or more (G, n) int16, 2^15 less.
+            the first in the low bits; of 9 bits or more (G, n) int16, 2^15 less. With `sizes` one row has all of them.
         scales: (G, 1) float32; float64 of such a weight.
         zeros: (G, 1) of the same dtype, what `fds.kernels.fake_quantize` calls z or -k; None in a symmetric grid.
         bits: of an integer.
-        group: n, how many consecutive numbers share a scale.
+        group: n, how many consecutive numbers share a scale; with `sizes` those of a row of codes.
         scheme: "deepspeed" or "torchao".
         shape: of the weight.
         dtype: of the weight.
+        sizes: (G,) int32, how many numbers each group has where a cut left more of some than of others; else None.
     """
 
     codes: Tensor
@@ -45,11 +46,18 @@ class Packed:
     scheme: Scheme
     shape: tuple[int, ...]
     dtype: torch.dtype
+    sizes: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What it holds, by name."""
+        tensors = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "sizes": self.sizes}
+        return {name: x for name, x in tensors.items() if x is not None}
 
     @property
     def num_bytes(self) -> int:
         """The bytes of its tensors."""
-        return sum(x.numel() * x.element_size() for x in (self.codes, self.scales, self.zeros) if x is not None)
+        return sum(x.nbytes for x in self.tensors.values())
 
     @property
     def lowest(self) -> int:
@@ -63,20 +71,65 @@ class Packed:
 
     def numbers(self) -> Tensor:
         """Return the weight: what `fds.kernels.fake_quantize` returned, bit for bit."""
-        zero = 0.0 if self.zeros is None else self.zeros
-        x = Integers(self._integers(self.scales.dtype), self.scales, zero).numbers(self.scheme)
+        zero = 0.0 if self.zeros is None else self._of_numbers(self.zeros)
+        x = Integers(self._integers(self.scales.dtype), self._of_numbers(self.scales), zero).numbers(self.scheme)
         return x.to(self.dtype).view(self.shape)
 
-    def _integers(self, dtype: torch.dtype) -> Tensor:
+    def cut(self, keeps: Mapping[int, Tensor]) -> Packed:
+        """Return the weight of which some indices along dims are left out: integers and scales of the others stay.
+
+        Args:
+            keeps: by dim, (its length,) bool, True where an index stays.
+        """
+        device = self.codes.device
+        stays = torch.ones(self.shape, dtype=torch.bool, device=device)
+        for dim, keep in keeps.items():
+            stays &= keep.to(device).view(-1, *[1] * (stays.dim() - dim - 1))
+        shape = tuple(int(keeps[dim].sum()) if dim in keeps else n for dim, n in enumerate(self.shape))
+        group = torch.arange(len(self.scales), device=device)
+        group = group.repeat_interleave(self.group if self.sizes is None else self.sizes).view(self.shape)
+        groups, sizes = group[stays].unique_consecutive(return_counts=True)  # groups of which nothing stays are gone
+        alike = len(sizes) > 0 and bool((sizes == sizes[0]).all())
+        codes = self._codes().reshape(self.shape)[stays].view(len(sizes) if alike else 1, -1)
+        return attrs.evolve(
+            self,
+            codes=_joined(codes, _width(self.bits)),
+            scales=self.scales[groups],
+            zeros=None if self.zeros is None else self.zeros[groups],
+            sizes=None if alike else sizes.to(torch.int32),
+            group=codes.shape[1],
+            shape=shape,
+        )
+
+    def zeroed(self, where: Tensor) -> Packed:
+        """Return the weight with the integer of 0 in places, bool (its shape); 1 bit of "deepspeed" has none."""
+        integer = torch.zeros_like(self.scales) if self.zeros is None else -self.zeros
+        if self.zeros is not None and self.scheme == "deepspeed":
+            integer = (integer / self.scales).round()
+        codes = self._codes()
+        code = (self._of_numbers(integer) - self.lowest).clamp(0, 2**self.bits - 1)
+        code = (code - _offset(self.bits)).to(codes.dtype)
+        return attrs.evolve(self, codes=_joined(torch.where(where.view_as(codes), code, codes), _width(self.bits)))
+
+    def _of_numbers(self, x: Tensor) -> Tensor:
+        """Return what each group has (G, 1) as integers are multiplied by it."""
+        if self.sizes is None:
+            return x
+        return x.flatten().repeat_interleave(self.sizes, output_size=self.group).view(1, -1)
+
+    def _codes(self) -> Tensor:
+        """Return what is stored of each integer, as many in a row as have a scale, uint8 or int16."""
         width = _width(self.bits)
-        if width == 16:
-            codes = self.codes.to(dtype).add_(1 << 15)
-        elif width == 8:
-            codes = self.codes.to(dtype)
-        else:
-            places = torch.arange(0, 8, width, dtype=torch.uint8, device=self.codes.device)
-            codes = (self.codes[..., None] >> places & (1 << width) - 1).flatten(1)[:, : self.group].to(dtype)
-        return codes.mul_(2).sub_(1) if _is_binary(self.scheme, self.bits) else codes.add_(self.lowest)
+        if width >= 8:
+            return self.codes
+        places = torch.arange(0, 8, width, dtype=torch.uint8, device=self.codes.device)
+        return (self.codes[..., None] >> places & (1 << width) - 1).flatten(1)[:, : self.group]
+
+    def _integers(self, dtype: torch.dtype) -> Tensor:
+        codes = self._codes().to(dtype)
+        if _is_binary(self.scheme, self.bits):
+            return codes.mul_(2).sub_(1)
+        return codes.add_(self.lowest + _offset(self.bits))
 
 
 def pack(
@@ -102,14 +155,9 @@ def pack(
     q, scales, zeros = integers(rows, bits, scheme=scheme, symmetric=symmetric, low=low)
     least, most = bounds(bits, scheme, symmetric)
     codes = q.add_(1).div_(2) if _is_binary(scheme, bits) else q.clamp_(least, most).sub_(least)
-    width = _width(bits)
-    if width == 16:
-        codes = codes.sub_(1 << 15).to(torch.int16)
-    else:
-        codes = _joined(codes.nan_to_num_(0).to(torch.uint8), width)
-    return Packed(
-        codes, scales, zeros if isinstance(zeros, Tensor) else None, bits, group, scheme, tuple(x.shape), x.dtype
-    )
+    codes = codes.sub_(_offset(bits)).nan_to_num_(0).to(torch.int16 if bits > 8 else torch.uint8)
+    zeros = zeros if isinstance(zeros, Tensor) else None
+    return Packed(_joined(codes, _width(bits)), scales, zeros, bits, group, scheme, tuple(x.shape), x.dtype)
 
 
 def numbers_per_group(name: str, shape: Sequence[int], groups: Groups, group_size: int | None) -> int:
@@ -155,14 +203,19 @@ def _width(bits: int) -> int:
     return next(width for width in (1, 2, 4, 8, 16) if width >= bits)
 
 
+def _offset(bits: int) -> int:
+    """Return by how much less than a code is stored: int16 has a sign."""
+    return 1 << 15 if bits > 8 else 0
+
+
 def _is_binary(scheme: str, bits: int) -> bool:
     return scheme == "deepspeed" and bits == 1
 
 
 def _joined(codes: Tensor, width: int) -> Tensor:
-    """Return codes (G, n) uint8 with as many in a byte as there is room for, the last one filled up with 0."""
+    """Return codes (G, n) with as many in a byte as there is room for, the last one filled up with 0."""
     each = 8 // width
-    if each == 1:
+    if each <= 1:
         return codes
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % each)).unflatten(1, (-1, each))
     joined = codes[..., 0].clone()

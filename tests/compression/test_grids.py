@@ -194,3 +194,51 @@ def test_what_is_empty_stays_empty():
     for groups, size in ((1, 4), ("rows", None), (1, None)):
         with pytest.raises(ComposeError, match="cannot be cut"):
             numbers_per_group("w", (0, 4), groups, size)
+
+
+GRIDS = [
+    {"bits": bits, "scheme": scheme, "symmetric": symmetric}
+    for bits in (12, 8, 4, 3, 2, 1)
+    for scheme in ("deepspeed", "torchao")
+    for symmetric in (True, False)
+    if not (scheme == "torchao" and bits > 8) and not (scheme == "deepspeed" and bits < 3 and not symmetric)
+]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "-".join(map(str, grid.values())))
+def test_a_weight_that_is_cut_is_the_cut_of_the_weight(grid):
+    drawn = torch.Generator().manual_seed(0)
+    x, rows, columns = torch.randn(9, 16, generator=drawn), torch.arange(9) % 3 == 0, torch.arange(16) % 5 < 2
+    first, heads = torch.arange(9) > 3, torch.arange(16) // 4 % 2 == 0
+    cuts = {0: rows}, {1: columns}, {0: rows, 1: columns}, {1: heads}, {0: first, 1: heads}, {0: rows & False}
+    for group in (144, 72, 36, 16, 8, 4):  # all, four and a half rows, ..., 4 numbers of a row
+        packed = pack(x, group=group, **grid)
+        for keeps in cuts:
+            want, cut = packed.numbers(), packed.cut(keeps)
+            for dim, keep in keeps.items():
+                want = want[keep] if dim == 0 else want[:, keep]
+            assert_same_bits(cut.numbers(), want)
+            assert cut.integers().shape == cut.shape == want.shape
+            again = cut.cut({0: torch.arange(len(want)) % 2 == 0})
+            assert_same_bits(again.numbers(), want[::2])
+            assert len(again.scales) <= len(cut.scales) <= len(packed.scales)
+
+
+def test_a_weight_without_half_of_its_columns_takes_half_of_its_bytes():
+    x, heads = torch.randn(64, 128), torch.arange(128) // 32 % 2 == 0
+    rows, by_32 = pack(x, 4, group=128).cut({1: heads}), pack(x, 4, group=32).cut({1: heads})
+    assert (rows.num_bytes, rows.sizes) == (64 * 64 // 2 + 64 * 4, None)
+    assert (by_32.num_bytes, by_32.sizes) == (64 * 64 // 2 + 64 * 4 * 2, None)
+    few = pack(x, 4, group=32).cut({1: torch.arange(128) % 5 == 0})  # 6 or 7 of each group
+    assert few.sizes is not None and few.num_bytes == 64 * 26 // 2 + 64 * 4 * (4 + 4) < 64 * 26 * 4 / 2
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "-".join(map(str, grid.values())))
+def test_zeros_that_a_mask_makes_are_integers_where_a_grid_has_0(grid):
+    x, mask = torch.randn(6, 16).clamp(-1, 1), torch.rand(6, 16) < 0.5
+    x[:, ::8], x[:, 1::8] = -1, 1  # 0 is on a shifted grid of "deepspeed" where it is amid the numbers
+    packed = pack(x, group=8, **grid)
+    zeroed, want = packed.zeroed(~mask), packed.numbers() * mask + 0.0
+    has_zero = grid["scheme"] == "torchao" or grid["bits"] > 1
+    assert torch.equal(zeroed.numbers(), want) == has_zero
+    assert_same_bits(zeroed.numbers()[mask], want[mask])

@@ -18,9 +18,17 @@ MUTANTS = (
     Mutant(
         "packed-integers-begin-at-0",
         "fds/compression/grids.py",
-        "else codes.add_(self.lowest)",
-        "else codes",
+        "return codes.add_(self.lowest + _offset(self.bits))",
+        "return codes",
         "a packed weight has no negative numbers",
+        GRIDS,
+    ),
+    Mutant(
+        "groups-that-are-cut-are-taken-for-equal",
+        "fds/compression/grids.py",
+        "sizes=None if alike else",
+        "sizes=None if True else",
+        "columns that are left of several groups have one scale",
         GRIDS,
     ),
     Mutant(
