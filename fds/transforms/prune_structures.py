@@ -50,12 +50,12 @@ class Pruned:
 
     where: str  # the transform
     patterns: tuple[str, ...]
-    excluded: Sequence[str]
     method: Method
     schedule: Schedule
     slot: str
     dims: tuple[int, ...]  # numbers of dims that weights may have
     num_heads: int = 0  # 0 of rows
+    excluded: tuple[str, ...] = ()
     related: Related = Related()
     draws: ClassVar = False
 
@@ -221,10 +221,10 @@ def biases_of(weight: str, params: Mapping[str, Any]) -> list[str]:
     return [bias] if weight.rpartition(".")[2] == "weight" and bias in params else []
 
 
-def _made(view: Pruned, related: Any, *, interleaved: bool = False) -> Callable[[Step], Step]:
+def _made(view: Pruned, excluded: Any, related: Any, *, interleaved: bool = False) -> Callable[[Step], Step]:
     """Return what fills the stations of a step. Raises `ComposeError` for patterns that are none."""
     where, names = view.where, patterns_of(view.patterns, view.where)
-    out = patterns_of(view.excluded, where, "excluded")
+    out = patterns_of(excluded, where, "excluded")
     takes_next = related == "next" and not view.num_heads
     listed = Related() if takes_next else Related.of(names, related, where, interleaved=interleaved)
 
@@ -294,8 +294,8 @@ def prune_rows(
     scores, and what is related and does not fit.
     """
     schedule = Schedule.of(density, offset, end, stride, curve, initial=initial, method=method, where="prune_rows")
-    view = Pruned("prune_rows", patterns, excluded, method, schedule, name, dims=(2,))
-    return _made(view, related)
+    view = Pruned("prune_rows", patterns, method, schedule, name, dims=(2,))
+    return _made(view, excluded, related)
 
 
 @transform(several=True, method=METHOD, initial=FLAG, name=slot_name("pruned_more"))
@@ -319,8 +319,8 @@ def prune_channels(
     as many columns), and the batch norm between, which becomes smaller with them.
     """
     schedule = Schedule.of(density, offset, end, stride, curve, initial=initial, method=method, where="prune_channels")
-    view = Pruned("prune_channels", patterns, excluded, method, schedule, name, dims=(3, 4, 5))
-    return _made(view, related)
+    view = Pruned("prune_channels", patterns, method, schedule, name, dims=(3, 4, 5))
+    return _made(view, excluded, related)
 
 
 @transform(
@@ -370,5 +370,5 @@ def prune_heads(
     Raises the errors of `prune_rows`; `StateError` at init where columns are not those of so many heads, too.
     """
     schedule = Schedule.of(density, offset, end, stride, curve, initial=initial, method=method, where="prune_heads")
-    view = Pruned("prune_heads", patterns, excluded, method, schedule, name, dims=(2,), num_heads=num_heads)
-    return _made(view, related, interleaved=interleaved)
+    view = Pruned("prune_heads", patterns, method, schedule, name, dims=(2,), num_heads=num_heads)
+    return _made(view, excluded, related, interleaved=interleaved)
