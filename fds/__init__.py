@@ -104,6 +104,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
         data,
         debugging,
         distill,
+        elastic,
         errors,
         kernels,
         monitors,
@@ -177,8 +178,8 @@ __getattr__, __dir__ = lazily(
         "fds.errors": "FdsError",
     },
     submodules="attention_layouts autodiff collectives command_line compression config containers curvature data "
-    "debugging display distill errors kernels layout loss media microbatches monitors nn optim plans profiling random "
-    "reporting schedules state step storage timing transforms transports tree",
+    "debugging display distill elastic errors kernels layout loss media microbatches monitors nn optim plans profiling "
+    "random reporting schedules state step storage timing transforms transports tree",
     elsewhere={"fds.monitors": "CSV Comet Console JSONL TensorBoard WandB", "fds.display": "Progress"},
 )
 
@@ -224,6 +225,7 @@ __all__ = [
     "distill",
     "donate",
     "dump_state",
+    "elastic",
     "ema",
     "errors",
     "estimate_memory",

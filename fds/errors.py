@@ -119,6 +119,10 @@ class ConfigError(FdsError):
     """Refuse a configuration: an unknown key, a value of a wrong type, keys that contradict each other."""
 
 
+class ElasticityError(ConfigError):
+    """Refuse an elastic configuration: one without a batch, a number of ranks that has none, a changed environment."""
+
+
 class NotSupportedError(ConfigError):
     """Refuse a configuration that asks for what fds does not have yet."""
 

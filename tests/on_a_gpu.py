@@ -77,6 +77,7 @@ NOT_ON_A_GPU = {
     "tests/package": _OF_THE_HOST,
     "tests/peers": _PROCESSES,
     "tests/attention_layouts": _OF_THE_HOST,
+    "tests/elastic": _OF_THE_HOST,
     "tests/plans": _OF_THE_HOST,
     "tests/schedules": _OF_THE_HOST,
 }

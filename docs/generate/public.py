@@ -42,6 +42,7 @@ ROOMS = (  # in the order of data flow
     "fds.debugging",
     "fds.reporting",
     "fds.config",
+    "fds.elastic",
     "fds.command_line",
     "fds.errors",
 )

@@ -37,6 +37,7 @@ TITLES = {
     "fds.debugging": "Debugging a run",
     "fds.reporting": "The page of a run",
     "fds.config": "DeepSpeed's configuration",
+    "fds.elastic": "Elastic batches",
     "fds.command_line": "The command line",
     "fds.errors": "Errors",
 }

@@ -23,6 +23,7 @@ COMMANDS = {  # name -> module and function that fill its parser, and its line i
     "explain": ("config:fill_explain", "say what a DeepSpeed configuration comes to, as Python"),
     "config": ("config:fill", "all about such configurations: explain, schema, table"),
     "data": ("data:fill", "measure the samples of a file of tokens, and show what was measured: analyse, show"),
+    "elastic": ("elastic:fill", "say which numbers of ranks an elastic configuration lets run, and their batch"),
     "plans": ("plans:fill", "draw a pipeline schedule, its time and its memory"),
     "report": ("runs:fill_report", "write one page about a run, or about several beside each other"),
     "storage": ("runs:fill", "look into saves: show, verify, export, diff"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -98,12 +99,14 @@ def _check_sizes(config: Groups, axes: Mapping[str, int]) -> None:
     zero, in_node = config.zero_optimization, axes["dp"] * axes.get("sp", 1)
     slices = in_node * axes.get("node", 1)
     shards, secondary = (zero.mics_shard_size, zero.zero_hpz_partition_size) if zero.stage == 3 else (0, 0)
-    tensor = config.tensor_parallel
+    tensor, elastic = config.tensor_parallel, config.elasticity
+    copy = elastic.model_parallel_size if elastic.enabled and elastic.model_parallel_size > 1 else None
     for key, size, of_mesh in (
         ("data_parallel_size", config.parallel_sizes.data_parallel_size, data_ranks(axes)),
         ("sequence_parallel_size", config.parallel_sizes.sequence_parallel_size, axes.get("sp", 1)),
         ("tensor_parallel.autotp_size", tensor.autotp_size if tensor.enabled else None, axes.get("tp", 1)),
         ("pipeline.stages", config.pipeline.stages, axes.get("pp", 1)),
+        ("elasticity.model_parallel_size", copy, math.prod(axes.values()) // data_ranks(axes)),
         ("zero_optimization.mics_shard_size", max(shards, 0) or None, slices),
         ("zero_optimization.zero_hpz_partition_size", min(secondary, slices) if secondary > 1 else None, in_node),
     ):

@@ -254,6 +254,18 @@ random_ltd: kept tokens are rounded down below `min_value`, to 0 where that is l
     off at the end and not before, so that biases, norms and activations of zeros count till then | it trains; what is
     related is masked from the start | config/test_compressed_training |
     test_what_is_related_is_masked_from_the_start_and_channels_go_by_size
+`elasticity` 0.2: a `max_gpus` below `num_gpus_per_node` is no bound, and `min_gpus` is rounded down to nodes | the
+    first is refused, the second rounded up |
+    elastic/test_batches | test_bounds_are_of_whole_nodes_and_never_lifted
+`elasticity` 0.2 with `model_parallel_size`: the number of ranks is taken for GPUs and for data ranks | ranks, of which
+    a copy of the model has as many | elastic/test_batches | test_ranks_that_share_a_model_are_counted_once
+`elasticity` with bounds between which no number of ranks divides a batch: a TypeError, or batches of one number each |
+    refused | elastic/test_batches | test_what_has_no_batch_is_refused_by_its_keys
+`elasticity` 0.2: a number of ranks that does not share the batch silently gets another | `initialize` warns |
+    config/test_elasticity | test_ranks_that_do_not_share_the_batch_have_their_own_with_a_warning
+`DEEPSPEED_ELASTICITY_CONFIG` is compared in the largest batch, the microbatches and the version, and missed with a
+    warning | compared in all keys on which batches depend; without it nothing is |
+    elastic/test_batches | test_a_scheduler_that_was_told_otherwise_is_named_by_its_variable
 unknown keys inside `compile`, which earlier releases had, are refused | left out with a warning |
     config/test_reading | test_keys_of_other_releases_inside_compile_pass
 a `cycle_max_mom` of 1, betas of 1, a dampening below 0, a first loss scale below the least: taken, and divided by 0 or

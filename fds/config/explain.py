@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from fds.config.composition import EMBEDDINGS, compose_supported, data_ranks, unsupported_keys
+from fds.config.elasticity import BATCH, search
 from fds.config.field import AUTO, Argument, Elsewhere, Key, NotApplicable, NotYet, PartOf
 from fds.config.function_call import FunctionCall, optimizer_call, schedule_call
 from fds.config.keys import Groups
@@ -28,6 +29,7 @@ class Explanation:
         program: Python that composes the step.
         axes: sizes of the mesh.
         batch: `train_batch_size`, and the `rows`, `microbatches` and `data_ranks` whose product it is.
+        elastic: of `elasticity`, the `rows` of the batch that all these numbers of `data_ranks` share; None without.
         casts: whether floating-point leaves of the batch are cast.
         unsupported: path -> feature that fds does not have yet; the program leaves these keys out.
         memory: what each rank holds.
@@ -45,6 +47,7 @@ class Explanation:
     program: str
     axes: Mapping[str, int]
     batch: dict[str, int]
+    elastic: dict[str, Any] | None
     casts: bool
     unsupported: dict[str, str]
     memory: tuple[RankMemory, ...]
@@ -95,6 +98,9 @@ class Explanation:
         yield f"train_batch_size {whole} = {rows} rows x {microbatches} microbatches x {ranks} data ranks"
         of_rows = "its tokens of " * (self.axes.get("sp", 1) > 1)
         yield f"a rank passes {of_rows}{whole // ranks} rows to each call of the step"
+        if self.elastic is not None:
+            shared, numbers = self.elastic["rows"], ", ".join(map(str, self.elastic["data_ranks"]))
+            yield f"elastic: {shared} rows on {numbers} data ranks" + "; here others" * (whole != shared)
         if self.casts:
             yield (
                 "float32 leaves of the batch are cast, targets too: fds.precision(..., inputs=...) names those to cast"
@@ -125,11 +131,15 @@ def explanation(config: Groups, axes: Mapping[str, int], num_parameters: int | N
     defaults = dict(_defaults(resolved, axes))
     other = "docs" if config.defaults == "0.19.6" else "0.19.6"
     elsewhere, not_applicable = _given_of(config, Elsewhere), _given_of(config, NotApplicable)
+    overruled = {}
+    if resolved.elasticity.enabled:
+        overruled = {path: elsewhere.pop(path)[0] for path in BATCH if path in elsewhere}
     values_of = lambda entries: {path: value for path, (value, _) in entries.items()}
     return Explanation(
         program=_program(calls, axes, resolved),
         axes=axes,
         batch=dict(zip(_BATCH, (*map(_resolved, sizes), data_ranks(axes)), strict=True)),
+        elastic=_elastic(resolved),
         casts=any(call.path == "precision" and call.args[0] != torch.float32 for call in calls),
         unsupported=dict(unsupported_keys(config)),
         memory=rank_memory(resolved, calls, axes),
@@ -138,11 +148,18 @@ def explanation(config: Groups, axes: Mapping[str, int], num_parameters: int | N
         defaults={path: value for path, (value, _) in defaults.items()},
         other_defaults={path: key.of(other) for path, (_, key) in defaults.items() if key.differs},
         auto=tuple(auto_paths(config.to_dict())),
-        without_effect=dict(_without_effect(config, calls, axes)),
+        without_effect=overruled | dict(_without_effect(config, calls, axes)),
         elsewhere=values_of(elsewhere),
         not_applicable=values_of(not_applicable),
         reasons={path: reason for path, (_, reason) in {**elsewhere, **not_applicable}.items()},
     )
+
+
+def _elastic(config: Groups) -> dict[str, Any] | None:
+    if not config.elasticity.enabled:
+        return None
+    batches = search(config.elasticity)
+    return {"rows": batches.rows, "data_ranks": batches.data_ranks}
 
 
 def _resolved(size: int | None) -> int:

@@ -7,6 +7,7 @@ import functools
 import glob
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from fds.collectives import Mesh, init_distributed, mesh as make_mesh, worlds
 from fds.collectives.launch import launched
 from fds.config.composition import axes_of, calls, data_ranks, embeddings_of
 from fds.config.compression import asks_for_modules
+from fds.config.elasticity import check_unchanged, search
 from fds.config.modules import Parts
 from fds.config.reading import Unknown
 from fds.config.sampling import draws_by_tokens, microbatches_of, order_of, rate_of
@@ -77,7 +79,10 @@ def initialize(
     Calls of the step raise `BatchError` for other rows than all microbatches of a rank have by the JSON. Fewer pass
     where it says `"dataloader_drop_last": false`: the last batch of an epoch. `evaluate` takes any number.
 
-    Raises `ConfigError` if JSON and arguments both say something, and everything that `compose` and `step.init` raise.
+    With `elasticity` in the JSON, a `UserWarning` says where this number of ranks does not share the others' batch.
+
+    Raises `ConfigError` if JSON and arguments both say something, `ElasticityError` for a number of ranks that has no
+    elastic batch and for a JSON that a scheduler was told otherwise, and all that `compose` and `step.init` raise.
     """
     ranks = _mesh_of(mesh)
 
@@ -87,9 +92,12 @@ def initialize(
         axes = axes_of(read.filled(auto or {}), ranks.size) if mesh is None else ranks.shape
         resolved = read.resolve(world_size=data_ranks(axes), auto=auto)
         _check_given_once(resolved, optimizer, schedule)
+        if resolved.elasticity.enabled:
+            check_unchanged(resolved.elasticity, os.environ)
         return resolved
 
     config = resolve_on_all_ranks(ranks, resolve, key)
+    _warn_of_other_rows(config)
     mesh = make_mesh(**axes_of(config, ranks.size)) if mesh is None else ranks
     schedule = config.schedule() if schedule is None else schedule
     order = None if training_data is None else order_of(config, _data_axis(mesh), training_data)
@@ -162,6 +170,18 @@ def _mesh_of(mesh: Any) -> Mesh:
     if worlds.current() is worlds.SINGLE and launch is not None and launch.world_size > 1:
         init_distributed()
     return make_mesh(dp=-1)
+
+
+def _warn_of_other_rows(config: TrainingConfig) -> None:
+    if not config.elasticity.enabled:
+        return
+    shared, rows = search(config.elasticity), config.batch.train_batch_size
+    if rows != shared.rows:
+        warnings.warn(
+            f"this number of ranks has batches of {rows} rows, not the {shared.rows} that others share: "
+            "fds.elastic.batches(config).ranks are those",
+            stacklevel=3,
+        )
 
 
 def _data_axis(mesh: Mesh) -> Any:

@@ -269,7 +269,7 @@ def explained(error: ConfigError, data: Mapping[str, Any], values: Mapping[str, 
     hint = error.hint or (_auto_hint(missing, error.where) if missing else "")
     needed = [path for path in error.where.split(", ") if path in missing and path.rpartition(".")[2] in error.want]
     if not needed or not isinstance(error, MissingKeyError):
-        return ConfigError(error.what, where=error.where, got=error.got, want=error.want, hint=hint)
+        return type(error)(error.what, where=error.where, got=error.got, want=error.want, hint=hint)
     what = 'a value is "auto", and nobody gave it'
     return ConfigError(what, where=", ".join(needed), got=error.what, want=f"a value for {error.want}", hint=hint)
 

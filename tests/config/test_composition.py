@@ -696,9 +696,11 @@ MESHES = {
     "zero_optimization.zero_hpz_partition_size": NODES,
     "activation_checkpointing.partition_activations": TP2,
 }
+ELASTIC = {"max_train_batch_size": 48, "micro_batch_sizes": [3], "ignore_non_elastic_batch_info": True}
 ON: dict[str, tuple[dict[str, Any], Any, Any]] = {  # path -> where it counts, another value, the argument then
     "train_micro_batch_size_per_gpu": ({}, 1, 4),
     "gradient_accumulation_steps": ({}, 2, 2),
+    "elasticity.enabled": ({"elasticity": ELASTIC}, True, 6),  # 36 rows
     "optimizer.type": (adam(), "Lamb", None),
     "optimizer.params": (adam(), {"eps": 0.5}, None),
     "scheduler.type": (adam() | rate("WarmupLR"), "LRRangeTest", None),

@@ -346,7 +346,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
                 "model_parallel_size": 1,
             }
         },
-        ["elasticity.enabled"],
+        [],
     ),
     "communication logging": ({"comms_logger": {"enabled": True, **OPS}}, []),
     "communication logging, some operations": (
@@ -489,7 +489,7 @@ def test_an_example_is_explained_by_its_composition_and_a_step_of_it_runs(name, 
         loss = fds.Layers([lambda x: x[0], *LOSS.layers], nn.MSELoss()) if name == "curriculum learning" else LOSS
         step = fds.compose(*config.transforms(mesh), *own)(loss)
         assert repr(step.composition) == repr(names["step"].composition)
-        batch = config["train_batch_size"] // 2
+        batch = config.resolve(world_size=2)["train_batch_size"] // 2
         x, y = rows(batch, mesh["dp"].index)
         x = x if loss is LOSS else [x, torch.ones(batch, 16, dtype=torch.long)]  # tokens, which a curriculum cuts
         state, metrics = step(step.init(loss.init), (x, y))

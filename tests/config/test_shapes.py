@@ -24,7 +24,6 @@ PIPELINES = {"alexnet_pipeline", "pipeline_3d"}  # two stages on two ranks
 REFUSED = {  # shape -> the keys that ask for what is not there
     "autocast_zero1": ["torch_autocast.lower_precision_safe_modules"],
     "bing_bert_sparse": ["sparse_attention.mode"],
-    "cifar_elastic": ["elasticity.enabled"],
     "hf_autotuning": ["autotuning.enabled"],
 }
 UNKNOWN = {  # shape -> (the first key that 0.19.6 drops in silence, one that is near)

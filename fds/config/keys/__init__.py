@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from fds.config import reading
+from fds.config.elasticity import BATCH, batch_sizes
 from fds.config.field import Edition, Key, keys
 from fds.config.keys import data, model, optimizer, step, zero
 from fds.config.record import Config, walk
 from fds.config.rows import declare
-from fds.errors import ConfigError, did_you_mean
+from fds.errors import ConfigError, ElasticityError, did_you_mean
 
 _TABLE = """
 Groups:
@@ -102,6 +103,15 @@ class Groups(Config):
                 got="sum, 3",
                 want="mean",
             )
+        sizes, elastic = [name for name in BATCH if name in self.batch.given], self.elasticity
+        if sizes and elastic.enabled is True and elastic.ignore_non_elastic_batch_info is False:
+            raise ElasticityError(
+                "elasticity chooses the batch sizes, and some are given",
+                where=", ".join(["elasticity.enabled", *sizes]),
+                got=", ".join(f"{name}={self.batch[name]}" for name in sizes),
+                want="none of them",
+                hint='to overrule them: "ignore_non_elastic_batch_info": true in "elasticity"',
+            )
 
     def resolve(
         self,
@@ -113,20 +123,33 @@ class Groups(Config):
     ) -> Self:
         """Return the configuration with all three batch sizes, and every `"auto"` filled in or left at its default.
 
+        With `elasticity` the batch sizes are those of `fds.elastic.batches` on this number of data ranks, also where
+        the result is resolved again, on another number of them.
+
         Args:
             world_size: number of data ranks.
             auto: JSON path -> value of keys that are `"auto"`; `fds.config.training_arguments` computes it from
                 transformers' arguments.
             hidden_size: of the model, in elements, from which sizes of ZeRO's messages that are `"auto"` are computed.
 
-        Raises `ConfigError` for batch sizes that do not multiply, and if the JSON has another value than `auto`.
+        Raises `ConfigError` for batch sizes that do not multiply, and if the JSON has another value than `auto`;
+        `ElasticityError` where elasticity has no batch for these ranks.
         """
         values = {**({} if hidden_size is None else reading.of_hidden_size(hidden_size)), **(auto or {})}
         self._check_paths(values)
+        if self.elasticity.enabled is not False:
+            filled = self.filled({path: value for path, value in values.items() if path not in BATCH})
+            if filled.elasticity.enabled:
+                return filled._elastic(world_size)
         values = reading.with_batch_size(self.batch.to_dict(), values, world_size)
         filled = self.filled(values)
         with self._hints_for_auto(values):
             return filled.with_keys(batch=filled.batch.resolve(world_size=world_size))
+
+    def _elastic(self, world_size: int) -> Self:
+        """Return the configuration with the elastic batch sizes, which overrule others from here on."""
+        batch = self.batch.with_keys(**batch_sizes(self.elasticity, world_size))
+        return self.with_keys(batch=batch, elasticity=self.elasticity.with_keys(ignore_non_elastic_batch_info=True))
 
     def filled(self, values: Mapping[str, Any]) -> Self:
         """Return the configuration with values, JSON path -> value, for every `"auto"`, or its default.

@@ -200,12 +200,14 @@ AutotuningConfig: `autotuning`: the experiments, and which settings they try.
     ! order min_train_micro_batch_size_per_gpu max_train_micro_batch_size_per_gpu if enabled
 
 ElasticityConfig: `elasticity`: the batch sizes and numbers of GPUs that are searched.
-    enabled: bool = False | choose the batch sizes so that many numbers of GPUs fit | not yet: elasticity
+    enabled: bool = False | choose the batch sizes so that many numbers of GPUs fit |
+        accumulate|pipeline(num_microbatches=): on this number of ranks; `fds.elastic.batches(config)` has them all
     max_train_batch_size: int = 2000; rows; > 0 | largest whole batch of an update
     micro_batch_sizes: tuple[int, ...] = (2, 4, 6); rows | rows that a GPU may compute at once
     min_gpus: int = 1; GPUs; >= 1 | fewest GPUs that must fit
     max_gpus: int = 10000; GPUs; >= 1 | most GPUs that must fit
-    min_time: int = 0; minutes; >= 0 | running time before the job may be scaled; 0: not known
+    min_time: int = 0; minutes; >= 0 | running time before the job may be scaled; 0: not known |
+        `fds.elastic.batches(config).config.min_time`: for a scheduler; 0.19.6 does not use it
     prefer_larger_batch: bool = True; old prefer_large_batch | of batches that as many numbers of GPUs divide, take the
         largest, not the least
     ignore_non_elastic_batch_info: bool = False | overrule batch sizes given outside this section; else they are refused
