@@ -15,6 +15,7 @@ head 0: 14 of 36 blocks
 """
 
 from fds.attention_layouts.block_masks import from_block_mask, to_block_mask
+from fds.attention_layouts.by_length import LayoutByLength
 from fds.attention_layouts.layout import AttentionLayout, draw_png, draw_text, per_head
 from fds.attention_layouts.pattern import Pattern
 from fds.attention_layouts.patterns import (
@@ -30,6 +31,7 @@ from fds.attention_layouts.patterns import (
 __all__ = [
     # what a layout is
     "AttentionLayout",
+    "LayoutByLength",
     "Pattern",
     "per_head",
     # patterns
