@@ -36,10 +36,11 @@ ROOMS = {
     "curvature": "kernels loss random collectives state tree errors",
     "compression": "step loss layout kernels lazy nn optim reading random state tree errors storage",
     "transforms": f"compression step {BELOW_STEP} kernels nn plans profiling schedules",
-    "nn": "collectives kernels loss random tree errors",
+    "nn": "attention_layouts collectives kernels loss random tree errors",
     "storage": "step media state layout collectives tree errors",
     "data": "collectives display lazy media microbatches random storage tree errors",
 }
+ROOMS["hf"] = "attention_layouts collectives kernels nn errors"
 ROOMS["distill"] = "kernels lazy loss optim state step transforms tree errors"
 ROOMS["display"] = "_html collectives errors"
 ROOMS["timing"] = "collectives errors loss profiling state step tree"

@@ -9,7 +9,7 @@ and values around while it computes, with any number of heads. docs/sequence.md 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import attrs
@@ -197,7 +197,7 @@ def _masks(
 
 def ulysses_attention(
     q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, causal: bool, key_padding: Tensor | None,
-    documents: Tensor | None, scale: float | None, layout: Layout,
+    documents: Tensor | None, scale: float | None, layout: Layout, compute: Callable[..., Tensor] = kernels.attention,
 ) -> Tensor:  # fmt: skip
     """Return this rank's part of attention, (B, H, S/N, D), by exchanging heads for tokens: DeepSpeed-Ulysses.
 
@@ -211,7 +211,7 @@ def ulysses_attention(
 
     Sends: (N - 1) / N of B S/N D (2H + 2K) elements forward, as much backward, in two messages each.
     Keeps: q, k, v and out of H / N heads for all tokens: as many elements as of one rank's H heads for S / N tokens.
-    Source: Jacobs et al. 2023, arXiv:2309.14509, section 3.
+    Source: Jacobs et al. 2023, arXiv:2309.14509, section 3. `compute` is attention on one rank.
 
     Raises `KernelError` where the ranks do not divide the heads of q.
     """
@@ -222,7 +222,7 @@ def ulysses_attention(
             where=f"q, axis {axis.name!r}",
             got=f"{heads} heads on {n} ranks",
             want=f"a multiple of {n} heads",
-            hint='method="ring" takes any number of them',
+            hint='method="ring" takes any number of them' * (compute is kernels.attention),
         )
     k, v = (x.repeat_interleave(math.lcm(x.shape[1], n) // x.shape[1], dim=1) for x in (k, v))
     counts = heads // n, k.shape[1] // n, v.shape[1] // n  # heads of this rank
@@ -233,7 +233,7 @@ def ulysses_attention(
     if reorders:
         whole = in_order(whole, n, 2)
         masks = {name: None if x is None else in_order(x, n, 1) for name, x in masks.items()}
-    out = kernels.attention(*whole.split_with_sizes(counts, 1), causal=causal, scale=scale, **masks)
+    out = compute(*whole.split_with_sizes(counts, 1), causal=causal, scale=scale, **masks)
     out = in_zigzag(out, n, 2) if reorders else out
     return all_to_all(out, axis, split_dim=2, concat_dim=1)
 
@@ -275,9 +275,9 @@ def attention(
     than `fds.context_parallel` has, a bias or dropout over several ranks, and numbers of heads or tokens that do not
     divide; `MeshError` for an axis of ranks that do not run.
     """
-    _check_names(axis, method, layout)
+    check_names(axis, method, layout)
     checking.flags("attention", KernelError, causal=causal)
-    _check_draws(seed, offset)
+    check_draws(seed, offset)
     if axis is None or axis.size == 1:
         return kernels.attention(
             q, k, v, causal=causal, key_padding=key_padding, documents=documents, bias=bias, scale=scale, p=p,
@@ -296,7 +296,7 @@ def _over_ranks(
     axis.check_current()
     q, k, v = arguments.as_products_cast(q, k, v)
     check(q, k, v, key_padding, bias, scale, p, documents)
-    _check_parts(q, k, axis, layout, bias, p)
+    check_parts(q, k, axis, layout, bias, p)
     q, scale = positive(q, max(q.shape[3], 1) ** -0.5 if scale is None else scale)
     masks, order = {"key_padding": key_padding, "documents": documents}, {"causal": causal, "layout": layout}
     out = METHODS[method](q, k, v, axis, scale=scale, **order, **masks)
@@ -334,7 +334,7 @@ def document_mask(documents: Tensor, *, causal: bool = True, dtype: torch.dtype 
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
-def _check_names(axis: Any, method: Any, layout: Any) -> None:
+def check_names(axis: Any, method: Any, layout: Any) -> None:
     """Raise `KernelError` for what is not an axis, a method or a layout."""
     if axis is not None and not is_a(axis, Axis):
         raise KernelError(
@@ -346,7 +346,7 @@ def _check_names(axis: Any, method: Any, layout: Any) -> None:
             raise KernelError(f"no such {name}", where="attention", got=repr(value)[:80], want=want)
 
 
-def _check_draws(seed: Any, offset: Any) -> None:
+def check_draws(seed: Any, offset: Any) -> None:
     """Raise `KernelError` for what dropout cannot be drawn by."""
     if not (seed is None or is_int(seed) or is_a(seed, Tensor)):
         raise KernelError("attention: seed is not a seed", where="seed", got=repr(seed)[:80], want="an int or a tensor")
@@ -354,7 +354,7 @@ def _check_draws(seed: Any, offset: Any) -> None:
         raise KernelError("attention: offset counts rows", where="offset", got=repr(offset)[:80], want="an int >= 0")
 
 
-def _check_parts(q: Tensor, k: Tensor, axis: Axis, layout: Layout, bias: Tensor | None, p: float) -> None:
+def check_parts(q: Tensor, k: Tensor, axis: Axis, layout: Layout, bias: Tensor | None, p: float) -> None:
     """Raise `KernelError` for parts that several ranks cannot have, and what they cannot compute."""
     where = f"attention over axis {axis.name!r}, {axis.size} ranks"
     if bias is not None or p:

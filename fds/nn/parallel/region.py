@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -317,9 +318,11 @@ class Region:
         """Mark what runs inside as attention over this rank's heads, of these arguments."""
         before = self.heads, self.counts, self.memory, self.opened
         self.heads, self.counts, self.memory, self.opened = inputs, counts, memory, opened
+        around, _now.region = _now.region, self
         try:
             yield
         finally:
+            _now.region = around
             self.heads, self.counts, self.memory, self.opened = before
 
     def _pad(self, x: Tensor, dim: int) -> Tensor:
@@ -328,6 +331,18 @@ class Region:
 
     def _unpad(self, x: Tensor, run: str) -> Tensor:
         return x.narrow(self.dim, 0, self.length(x.shape[self.dim] // self.axis.size, run))
+
+
+class _Now(threading.local):  # torch.compile traces no `ContextVar`
+    region: Region | None = None
+
+
+_now = _Now()
+
+
+def heads_around() -> Region | None:
+    """Return the region of which attention over some of the heads runs in this thread, None where none does."""
+    return _now.region
 
 
 def ranges(length: int, axis: Axis) -> list[tuple[int, int]]:
