@@ -106,6 +106,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
         distill,
         elastic,
         errors,
+        hf,
         kernels,
         monitors,
         nn,
@@ -178,8 +179,8 @@ __getattr__, __dir__ = lazily(
         "fds.errors": "FdsError",
     },
     submodules="attention_layouts autodiff collectives command_line compression config containers curvature data "
-    "debugging display distill elastic errors kernels layout loss media microbatches monitors nn optim plans profiling "
-    "random reporting schedules state step storage timing transforms transports tree",
+    "debugging display distill elastic errors hf kernels layout loss media microbatches monitors nn optim plans "
+    "profiling random reporting schedules state step storage timing transforms transports tree",
     elsewhere={"fds.monitors": "CSV Comet Console JSONL TensorBoard WandB", "fds.display": "Progress"},
 )
 
@@ -234,6 +235,7 @@ __all__ = [
     "float8",
     "freeze",
     "functional",
+    "hf",
     "import_deepspeed",
     "import_weights",
     "init_distributed",

@@ -28,6 +28,7 @@ ROOMS = (  # in the order of data flow
     "fds.attention_layouts",
     "fds.kernels",
     "fds.nn",
+    "fds.hf",
     "fds.profiling",
     "fds.curvature",
     "fds.storage",

@@ -23,6 +23,7 @@ TITLES = {
     "fds.attention_layouts": "Layouts of sparse attention",
     "fds.kernels": "Kernels",
     "fds.nn": "Layers of kernels",
+    "fds.hf": "Models of transformers",
     "fds.profiling": "What a step takes",
     "fds.curvature": "Curvature",
     "fds.storage": "Saving and loading",
