@@ -17,15 +17,10 @@ from fds.layout import Leaf
 from fds.step import Call, Placement, SplitDim
 
 
-def refuse_local(where: str, name: str, call: Call) -> None:
-    """Raise `ComposeError` where ranks have parameters of their own, and so no common mask."""
-    if call.dimensions.local is not None:
-        raise ComposeError(
-            f"{where} makes one mask, and ranks have parameters of their own",
-            where=name,
-            got="local_updates",
-            want=f"{where}, or local_updates",
-        )
+def counts(call: Call) -> bool:
+    """Say whether masks that this rank makes become all ranks': of ranks with parameters of their own, the first's."""
+    local = call.dimensions.local
+    return local is None or local.index == 0
 
 
 def cuts_of(name: str, call: Call) -> list[tuple[Placement, SplitDim]]:

@@ -16,6 +16,7 @@ from fds.compression import masks
 from fds.compression.masks import Curve
 from fds.compression.scores import is_score
 from fds.errors import ComposeError, StateError, is_a, is_int
+from fds.step import Call
 
 LATE, LATER = 8, 64  # of LATE skipped steps no single mask is late; a look is a selection of the largest on a GPU
 
@@ -36,6 +37,7 @@ class Schedule:
     end: int
     stride: int
     curve: Curve
+    method: str  # what scores are: "l1", "topk", or sums
 
     @classmethod
     def of(
@@ -61,7 +63,7 @@ class Schedule:
         if initial and last != offset:
             raise ComposeError(f"{where}: initial weights give one mask", got=f"end={end!r}", want="initial=True alone")
         start, last = (0, 0) if initial else (offset, last)
-        return cls(density, offset, start, last, stride, curve)
+        return cls(density, offset, start, last, stride, curve, method)
 
     def __repr__(self) -> str:
         until = f" to {self.end}, every {self.stride}, {self.curve}" if self.end > self.start else ""
@@ -73,6 +75,26 @@ class Schedule:
             return calls >= self.start and (calls - self.start) % self.stride == 0
         late = calls - self.end
         return late <= LATE or late % LATER == 0
+
+    def is_idle(self, call: Call, slot: str) -> bool:
+        """Say whether masks, which are in a slot, are neither in use nor made in a call, as far as the host knows.
+
+        Scores that are sums have their gradient from masks, in each call.
+        """
+        if self.method not in ("l1", "topk") or (self.method == "l1" and call.is_due(slot)):
+            return False
+        return reading.is_free(call.step) and bool(call.step < self.offset)
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """How a slot of masks changes, as arguments of `Memory`: in looks alone, and not where scores are the masks."""
+        return {} if self.method == "topk" else {"merge": "max", "accept": _made_or_old, "when": self.is_look}
+
+    def in_use(self, mask: Tensor, step: Tensor) -> Tensor:
+        """Return what a mask is after so many updates: before the offset all stays."""
+        if not self.offset or (reading.is_free(step) and step >= self.offset):
+            return mask
+        return mask.bool() | (step < self.offset)
 
     def num_kept(self, step: Tensor, count: int) -> int | Tensor:
         """Return how many of `count` blocks stay in a mask that is made after `step` updates."""
@@ -92,7 +114,7 @@ class Schedule:
         return torch.where(due, make(), old)
 
 
-def made_or_old(slot: Any, noted: Any, call: Any) -> Any:
+def _made_or_old(slot: Any, noted: Any, call: Any) -> Any:
     """Return the masks that were made in a call, and where none was the old ones: what a slot of masks becomes."""
     return tree.map(lambda old, new: torch.where(new >= 0, new, old), slot, noted)
 

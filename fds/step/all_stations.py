@@ -21,7 +21,7 @@ from fds.step.call import Call
 from fds.step.checks import state_check as check
 from fds.step.checks.forms import is_around, is_encoding, writes_params
 from fds.step.checks.state_check import StateTensors
-from fds.step.drafts import Drafts
+from fds.step.drafts import Drafts, slots_at_rest
 from fds.step.execution import Executor, InTurn, Microbatch
 from fds.step.gradients import Gradients, Measure
 from fds.step.memory import Memory
@@ -66,6 +66,7 @@ class Program:
         check: returns the tensors of a state that the step can take, and raises `StateError` for any other.
         leaves: `(state, its tensors) -> leaves` with the values of those that an update writes, to be written over.
         runtime: the step's caches.
+        resting: returns the slots that do not change in a call with a state: what it records depends on them.
         compare: `(state, batch)`: raises where the call is not what one rank would do; see
             `fds.debugging.compare_with_one_rank`.
     """
@@ -74,6 +75,7 @@ class Program:
     check: Callable[[State], StateTensors]
     leaves: Callable[[State, StateTensors], NewLeaves]
     runtime: Runtime
+    resting: Callable[[State], frozenset[str]]
     compare: Callable[[State, Any], object]
 
 
@@ -182,7 +184,12 @@ class Stations:
     def call(self, state: State, drafts: Drafts | None = None, *, training: bool = True) -> Call:
         """Return what fillers may know of a call with this state, and where they note."""
         notes = drafts if self.noting else None
-        return Call.with_state(state, self.dimensions, notes, training=training)
+        resting = self.resting(state) if drafts is None else drafts.resting
+        return Call.with_state(state, self.dimensions, notes, resting, training=training)
+
+    def resting(self, state: State) -> frozenset[str]:
+        """Return the slots that change by a rule, and not in a call with this state."""
+        return slots_at_rest(self.following, state)
 
     def masters(self, structure: Structure, parts: list[Tensor], device: torch.device, residency: Residency) -> Masters:
         """Return the parameters as a state holds them, for a loss that runs on a device."""

@@ -55,9 +55,18 @@ class Call:
     )  # how notes that are kept are merged
     _keyless: Any = attrs.field(alias="keyless", default=None, repr=False)  # the filler that says that it draws nothing
     _overflow: Tensor | None = attrs.field(alias="overflow", default=None, repr=False)  # None until it is decided
+    _resting: frozenset[str] = attrs.field(alias="resting", default=frozenset(), repr=False)  # slots that do not change
 
     @classmethod
-    def with_state(cls, state: State, dimensions: Dimensions, notes: Notes | None = None, *, training: bool) -> Call:
+    def with_state(
+        cls,
+        state: State,
+        dimensions: Dimensions,
+        notes: Notes | None = None,
+        resting: frozenset[str] = frozenset(),
+        *,
+        training: bool,
+    ) -> Call:
         """Return a call of a step with this state."""
         (base, calls), kind = random.of_call(state.key, state.calls), "step" if training else "evaluate"
         return cls(
@@ -71,6 +80,7 @@ class Call:
             data=(kind, calls),
             following=None,
             notes=notes,
+            resting=resting,
         )
 
     @property
@@ -83,6 +93,13 @@ class Call:
         if isinstance(self._calls, random.Calls):
             raise refusals.HOST_NUMBER.error("call.calls")
         return self._calls
+
+    def is_due(self, slot: str) -> bool:
+        """Say whether a slot changes in the call after so many others, by the `when` of its `Memory`.
+
+        An evaluation says what the next call of the step would.
+        """
+        return slot not in self._resting
 
     @property
     def slots(self) -> Mapping[str, Any]:
@@ -195,6 +212,7 @@ class Call:
             notes=self._notes,
             kept=self._kept,
             keyless=keyless,
+            resting=self._resting,
         )
 
 

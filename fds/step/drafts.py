@@ -44,6 +44,7 @@ class Drafts:
     kinds: dict[Place, tuple[Merge, torch.Size, torch.dtype]]  # of what may be noted, in one order on all ranks
     device: torch.device
     late: bool  # whether gradient maps note too: then ranks share notes once more, after them
+    resting: frozenset[str] = frozenset()  # slots that change by a rule, and not in this call
     merged: dict[Place, Tensor] = tree.new(dict)
     written: list[Draft] = tree.new(list)
     closed: bool = False
@@ -53,13 +54,15 @@ class Drafts:
         """Return the drafts of a call with a state; `maps` are those of gradients."""
         if not memories:
             return cls((), {}, state.step.device, late=False)
+        out = slots_at_rest(memories, state)
+        memories = [memory for memory in memories if memory.slot not in out]
         kinds: dict[Place, tuple[Merge, torch.Size, torch.dtype]] = {
             (memory.slot, name): (memory.merge, x.shape, x.dtype)
             for memory in memories
             if memory.merge is not None
             for name, x in sorted(tree.paths(state.slots.get(memory.slot, {})).items())
         }
-        return cls(memories, kinds, state.step.device, any(map(may_note, maps)))
+        return cls(memories, kinds, state.step.device, any(map(may_note, maps)), out)
 
     def settle(self, decision: Decision, state: State, call: Call) -> dict[str, Any]:
         """Return what the slots of a state become: each by its rule, once; on a skip most keep their bits."""
@@ -137,6 +140,8 @@ class Drafts:
         where = f"call.note({slot!r}, {name!r}, ...)"
         if self.closed:
             raise contracts.unnoted(where)
+        if slot in self.resting:
+            raise contracts.resting(where)
         if (slot, name) not in self.kinds:
             slots = sorted({name_ for name_, _ in self.kinds})
             names = [name_ for at, name_ in self.kinds if at == slot]
@@ -168,6 +173,14 @@ class Drafts:
                 got=got,
                 want=text(shape, dtype, self.device),
             )
+
+
+def slots_at_rest(memories: Sequence[Memory], state: State) -> frozenset[str]:
+    """Return the slots of these memories that do not change in a call with a state."""
+    if all(memory.when is None for memory in memories):
+        return frozenset()
+    calls = int(state.calls)
+    return frozenset(memory.slot for memory in memories if not memory.is_due(calls))
 
 
 @contextlib.contextmanager

@@ -55,6 +55,9 @@ class Memory:
             noted; None without `merge`. By default the larger of the two, or their sum.
         on_skip: `"keep"`; or `"run"`, where `accept` is called for skipped steps too, which `call.overflow` tells
             apart, but for those of a batch that weighs nothing.
+        when: `(calls) -> bool`, whether the slot changes in the call after so many others, where not in each. In the
+            other calls nothing is noted of it or sent, and it keeps its bits. Fillers ask `call.is_due(slot)`, which
+            holds in a graph of a step too: each answer has a graph of its own.
 
     Raises `ComposeError` for anything else.
     """
@@ -65,6 +68,7 @@ class Memory:
     merge: Merge | None = None
     accept: Callable[[Any, Any, Call], Any] | None = None
     on_skip: Literal["keep", "run"] = "keep"
+    when: Callable[[int], bool] | None = None
 
     def __attrs_post_init__(self) -> None:
         def refuse(what: str, got: object, want: str) -> ComposeError:
@@ -84,6 +88,9 @@ class Memory:
             raise refuse("a rule of one form", self.accept, "accept: a function (slot, noted, call) -> slot")
         if self.on_skip not in ("keep", "run") or (self.on_skip == "run" and self.accept is None):
             raise refuse("to say what becomes of it on a skip", self.on_skip, "on_skip='keep', or 'run' with accept=")
+        if self.when is not None and not (self.follows and forms.takes(1)(self.when)):
+            want = "when: a function (calls) -> bool, of a slot with merge= or accept="
+            raise refuse("to change in calls that their number tells", self.when, want)
         if self.lies in ("parameters", "partial") and self.follows:
             raise refuse(
                 "entries that every rank has, where it follows what is noted",
@@ -103,6 +110,18 @@ class Memory:
     def follows(self) -> bool:
         """Whether it changes by `accept`; if not, a filler of `after` writes it, or nobody."""
         return self.merge is not None or self.accept is not None
+
+    def is_due(self, calls: int) -> bool:
+        """Say whether its slot changes in the call after so many others. Raises `ComposeError` for no answer."""
+        due: Any = self.when is None or self.when(calls)
+        if not isinstance(due, bool):
+            raise ComposeError(
+                "a memory is due in a call or is not",
+                where=f"Memory({self.slot!r}, when=...)",
+                got=f"{type(due).__name__} in call {calls}",
+                want="a bool of the host, the same on every rank",
+            )
+        return due
 
     def first(
         self,

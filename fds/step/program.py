@@ -99,7 +99,7 @@ class Step(Stations):
             state, tensors = plain, self.check(plain)
         try:
             compare = functools.partial(compare_with_one_rank, self)
-            program = Program(self.work, self.check, self.new_leaves, self.runtime, compare)
+            program = Program(self.work, self.check, self.new_leaves, self.runtime, self.resting, compare)
             return self.run(program, state, tensors, batch)
         except DiskError as error:
             explain(error, self, state)

@@ -32,9 +32,9 @@ from torch import Tensor
 from fds import loss as losses, tree
 from fds.compression import Cut, masks
 from fds.compression.masks import Curve
-from fds.compression.pieces import cuts_of, refuse_local
+from fds.compression.pieces import counts, cuts_of
 from fds.compression.related import Related, following
-from fds.compression.schedule import Schedule, chosen, is_chosen, made_or_old, patterns_of
+from fds.compression.schedule import Schedule, chosen, is_chosen, patterns_of
 from fds.compression.scores import SUFFIXES, dropped, summed
 from fds.errors import FLAG, ComposeError, Rule, StateError, count, slot_name
 from fds.layout import Leaf
@@ -134,7 +134,7 @@ class Pruned:
     def __call__(self, x: Tensor, leaf: Leaf, call: Call, read: Mapping[str, Tensor]) -> Tensor:
         """Return a parameter times its masks, and what has none as it is."""
         weights = self.weights_of(leaf, call.slots[self.slot])
-        if not weights or (call.calls < self.schedule.start and self.method != "sensitivity"):
+        if not weights or self.schedule.is_idle(call, self.slot):
             return x
         for name in (*weights, leaf.name):
             if cuts := cuts_of(name, call):
@@ -147,7 +147,7 @@ class Pruned:
                 )
         seen = x
         for weight in weights:
-            gate = self.gate(read[self.source_of(weight)], weight, leaf, call).to(x.dtype)
+            gate = self.gate(read[self.source_of(weight)], weight, call).to(x.dtype)
             if weight == leaf.name and self.num_heads:
                 gate = gate.repeat_interleave(x.shape[1] // self.num_heads)
             elif weight == leaf.name or x.dim() == 1:
@@ -157,12 +157,11 @@ class Pruned:
             seen = seen * gate
         return seen
 
-    def gate(self, source: Tensor, weight: str, leaf: Leaf, call: Call) -> Tensor:
+    def gate(self, source: Tensor, weight: str, call: Call) -> Tensor:
         """Return what rows or heads are multiplied by in this call, (rows or heads,)."""
         if self.method == "topk":
             gate = masks.top(source.flatten(), self.schedule.density)
             return torch.where(call.step >= self.schedule.offset, gate, 1)
-        refuse_local(self.where, leaf.name, call)
         if self.method == "l1":
             scores = source.detach()
             scores = masks.head_scores(scores, self.num_heads) if self.num_heads else masks.row_scores(scores)
@@ -173,14 +172,13 @@ class Pruned:
     def mask(self, scores: Tensor, weight: str, call: Call) -> Tensor:
         """Return the mask in this call, (rows or heads,); note it where it is looked at."""
         mask = masks.unpack(call.slots[self.slot][weight], len(scores)).bool()
-        if self.schedule.is_look(call.calls):
+        if call.is_due(self.slot):
             kept = self.schedule.num_kept(call.step, len(scores))
             final = masks.num_kept(self.schedule.density, len(scores))
             mask = self.schedule.current(call.step, mask, final, lambda: masks.largest(scores, kept).view(1, -1))
-            call.note(self.slot, weight, masks.pack(mask))
-        if self.schedule.offset > self.schedule.start:
-            mask = mask | (call.step < self.schedule.offset)
-        return mask.flatten()
+            if counts(call):
+                call.note(self.slot, weight, masks.pack(mask))
+        return self.schedule.in_use(mask, call.step).flatten()
 
     def removed(self, params: Mapping[str, Tensor], call: Call) -> list[Cut]:
         """Return what of parameters, whole ones by name, an evaluation computes nothing with: scores, too.
@@ -194,8 +192,7 @@ class Pruned:
             names = self.related.names_of(name)
             if not names:
                 continue
-            leaf = Leaf(name, tuple(x.shape), x.dtype)
-            keep = (self.gate(params[self.source_of(name)], name, leaf, call).detach() != 0).cpu()
+            keep = (self.gate(params[self.source_of(name)], name, call).detach() != 0).cpu()
             if not self.num_heads:
                 cuts.append(Cut(name, 0, keep))
                 cuts += [Cut(bias, 0, keep) for bias in biases_of(name, params)]
@@ -237,11 +234,10 @@ def _made(view: Pruned, excluded: Any, related: Any, *, interleaved: bool = Fals
             }
             pairs = following(step.loss, sorted(n for n in weights if is_chosen(n, names, out)), where)
         pruned = attrs.evolve(view, patterns=names, excluded=out, related=pairs)
-        rule: dict[str, Any] = {} if view.method == "topk" else {"merge": "max", "accept": made_or_old}
         return fill(
             step,
             view=pruned,
-            memory=Memory(view.slot, pruned.init, "named", **rule),
+            memory=Memory(view.slot, pruned.init, "named", **view.schedule.rule),
             instead=f"{where}(..., name={view.slot + '_2'!r})",
             hint="give one of them another name",
         )
@@ -289,9 +285,8 @@ def prune_rows(
         name: of the slot; another one where this stands twice.
 
     Raises `ComposeError` for anything else, where "next" cannot be told, where ranks have parts of a weight (a tensor
-    axis) or parameters of their own (`local_updates`), where stages of a pipeline part a weight from what is related,
-    and where a graph is made of the step; `StateError` at init for patterns that match no weight, weights without
-    scores, and what is related and does not fit.
+    axis), and where stages of a pipeline part a weight from what is related; `StateError` at init for patterns that
+    match no weight, weights without scores, and what is related and does not fit.
     """
     schedule = Schedule.of(density, offset, end, stride, curve, initial=initial, method=method, where="prune_rows")
     view = Pruned("prune_rows", patterns, method, schedule, name, dims=(2,))

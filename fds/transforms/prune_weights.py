@@ -2,8 +2,8 @@
 
 Fills:  view, memory             State:  slot `pruned_weights` (or `name`): masks, 32 weights in a word of 8 bytes
 Law:    the hand-written loop whose weights are multiplied by masks, made of weights or scores when the schedule says so
-Cost:   a quarter of a byte a weight on every rank, and in each call of several a message of as much; a pass over the
-        weights each microbatch; where a mask is made a selection of the largest, for "topk" in each microbatch
+Cost:   a quarter of a byte a weight on every rank; a pass over the weights each microbatch; where a mask may be made
+        a selection of the largest, and a message of a mask's size to other ranks; "topk" selects in each microbatch
 Source: Zhu and Gupta 2017, arXiv:1710.01878; 2:4: Mishra et al. 2021, arXiv:2104.08378; "topk": Sanh et al. 2020,
         arXiv:2005.07683; "snip_momentum": Lee et al. 2019, arXiv:1810.02340
 """
@@ -21,8 +21,8 @@ from torch import Tensor
 from fds import tree
 from fds.compression import Cut, masks
 from fds.compression.masks import Block, Curve
-from fds.compression.pieces import Piece, refuse_local
-from fds.compression.schedule import Schedule, chosen, is_chosen, made_or_old, patterns_of
+from fds.compression.pieces import Piece, counts
+from fds.compression.schedule import Schedule, chosen, is_chosen, patterns_of
 from fds.compression.scores import SUFFIXES, dropped, summed
 from fds.errors import FLAG, ComposeError, FdsError, Rule, StateError, slot_name
 from fds.layout import Leaf
@@ -85,7 +85,7 @@ class PrunedWeights:
     def __call__(self, x: Tensor, leaf: Leaf, call: Call, read: Mapping[str, Tensor]) -> Tensor:
         """Return a weight times its mask, and what is none of the weights as it is."""
         sums = self.method == "snip_momentum"
-        if not (self.prunes(leaf) and x.is_floating_point()) or (call.calls < self.schedule.start and not sums):
+        if not (self.prunes(leaf) and x.is_floating_point()) or self.schedule.is_idle(call, self.slot):
             return x
         if tuple(x.shape) != leaf.shape:
             raise ComposeError(
@@ -100,7 +100,7 @@ class PrunedWeights:
         if sums:  # what is masked already has no part in the loss
             mask = self.mask(x, scores, leaf, call).view(x.shape).to(x.dtype)
             return x * (mask * (1 + (summed(scores) - scores.detach())).to(x.dtype))
-        self.refuse_others(leaf, call)
+        self.piece(leaf, call)
         stay = self.block.mask(scores, masks.num_kept(self.schedule.density, self.block.count(leaf.shape)))
         gate = masks.straight_through(stay, scores).to(x.dtype)
         return x * torch.where(call.step >= self.schedule.offset, gate, 1)
@@ -110,24 +110,21 @@ class PrunedWeights:
         weights = [n for n, x in params.items() if x.dim() > 1 and is_chosen(n, self.patterns, self.excluded)]
         return [dropped(self.scores_of(name), params) for name in weights if self.method != "l1"]
 
-    def refuse_others(self, leaf: Leaf, call: Call) -> Piece | None:
+    def piece(self, leaf: Leaf, call: Call) -> Piece | None:
         """Return the piece of a weight that this rank holds. Raises `ComposeError` where ranks have no common mask."""
-        if self.method != "topk":
-            refuse_local("prune_weights", leaf.name, call)
         return Piece.of(leaf, call, self.block.of if self.block.keep and self.method == "l1" else 0)
 
     def mask(self, x: Tensor, scores: Tensor, leaf: Leaf, call: Call) -> Tensor:
         """Return the mask of a weight in this call, 0 and 1; note it where it is looked at."""
-        piece = self.refuse_others(leaf, call)
+        piece = self.piece(leaf, call)
         shape = leaf.shape if piece is None else piece.shape
         mask = masks.unpack(call.slots[self.slot][leaf.name], math.prod(shape[1:]))
         mask = mask if piece is None else masks.matrix(piece.cut(mask))
-        if self.schedule.is_look(call.calls):
+        if call.is_due(self.slot):
             mask = self.look(scores.detach(), mask.bool(), call)
-            call.note(self.slot, leaf.name, masks.pack(mask if piece is None else piece.whole(mask)))
-        if self.schedule.offset > self.schedule.start:  # it is there already
-            mask = mask.bool() | (call.step < self.schedule.offset)
-        return mask
+            if counts(call):
+                call.note(self.slot, leaf.name, masks.pack(mask if piece is None else piece.whole(mask)))
+        return self.schedule.in_use(mask, call.step)
 
     def look(self, scores: Tensor, old: Tensor, call: Call) -> Tensor:
         """Return the mask of a weight in a call in which it is looked at, bool (rows, numbers of a row)."""
@@ -184,9 +181,9 @@ def prune_weights(
         excluded: patterns of names that are left alone.
         name: of the slot; another one where this stands twice.
 
-    Raises `ComposeError` for anything else, where ranks have parts of what is compared (a tensor axis, unless for
-    "2:4"), with `local_updates`, and where a graph is made of the step; `StateError` at init for patterns that match
-    no weight, for weights without scores, and for weights that are not made of blocks.
+    Raises `ComposeError` for anything else, and where ranks have parts of what is compared (a tensor axis, unless for
+    "2:4"); `StateError` at init for patterns that match no weight, for weights without scores, and for weights that are
+    not made of blocks.
     """
     names, out = patterns_of(patterns, "prune_weights"), patterns_of(excluded, "prune_weights", "excluded")
     try:
@@ -208,7 +205,7 @@ def prune_weights(
         return fill(
             step,
             view=view,
-            memory=Memory(name, view.init, "named", merge="max", accept=made_or_old),
+            memory=Memory(name, view.init, "named", **schedule.rule),
             instead=f"prune_weights(..., name={name + '_2'!r})",
             hint="give one of them another name",
         )

@@ -43,7 +43,7 @@ def variants(batch):
 @given(
     problems(),
     optimizers(),
-    compositions(without=("checkpoint_pairs", "autocast", "offload", "offload_to_disk", "prune_weights")),
+    compositions(without=("checkpoint_pairs", "autocast", "offload", "offload_to_disk", "eight_bits")),
     st.lists(CALL, min_size=4, max_size=7),
 )
 def test_a_captured_step_is_the_step(problem, optimizer, names, calls):

@@ -8,9 +8,11 @@ from torch import nn
 
 import fds
 from fds import plans
+from fds.collectives.traffic import Traffic, counting
 from fds.compression import masks
 from fds.errors import ComposeError, StateError
 from tests.bits import assert_same_bits
+from tests.emulated_gpu import Gpu, captured
 
 ROWS, MICROBATCHES, CALLS, BAD, LR = 8, 4, 9, 4, 0.1
 WEIGHTS = ("0.weight", "2.weight", "4.weight")
@@ -298,12 +300,57 @@ def test_weights_that_are_not_there_are_refused(patterns, arguments, words):
         fds.compose(fds.prune_weights(*patterns, **arguments), fds.sgd(LR))(LOSS).init(PARAMS)
 
 
-def test_ranks_with_parameters_of_their_own_make_no_common_mask():
+def halves(call, rank):
+    return [x.chunk(2)[rank] for x in batch(call)]
+
+
+@pytest.mark.parametrize("offset", [2, 3])  # after an average, and between two
+def test_ranks_with_parameters_of_their_own_take_the_masks_of_the_first(offset):
+    """By hand: two ranks step apart, and in each second call take their mean."""
+    local, stay = [{name: x.clone() for name, x in PARAMS.items()} for _ in range(2)], {}
+    for t in range(6):
+        makes = {name: largest(t, local[0][name]).double() for name in WEIGHTS} if t == offset else stay
+        for rank, params in enumerate(local):
+            stay = {name: largest(t, params[name]).double() for name in WEIGHTS} if t == offset else stay
+            leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
+            seen = {name: x * stay[name] if name in stay else x for name, x in leaves.items()}
+            LOSS(seen, halves(t, rank)).backward()
+            local[rank] = {name: params[name] - LR * leaf.grad for name, leaf in leaves.items()}
+        stay = makes
+        if t % 2:
+            local = [{name: (x + local[1][name]) / 2 for name, x in local[0].items()}] * 2
+
     def on_ranks():
-        local = fds.local_updates(fds.mesh(dp=-1)["dp"], every=2)
-        step = fds.compose(local, fds.prune_weights("*", density=0.5), fds.sgd(LR))(LOSS)
-        with pytest.raises(ComposeError, match="local_updates"):
-            train(step, step.init(PARAMS), range(1))
+        axis = fds.mesh(dp=-1)["dp"]
+        apart = fds.local_updates(axis, every=2, outer=fds.sgd(1.0))
+        step = fds.compose(apart, fds.prune_weights("*", density=0.5, offset=offset), fds.sgd(LR))(LOSS)
+        state = step.init(PARAMS)
+        for t in range(6):
+            state, _ = step(state, halves(t, axis.index))
+        torch.testing.assert_close(step.params(state), local[axis.index], rtol=0, atol=1e-12)
+        assert_same_bits(masks_of(state), stay)
+
+    fds.simulate(on_ranks, 2)
+
+
+def test_calls_in_which_no_mask_is_made_send_what_a_plain_step_sends():
+    def on_ranks():
+        sharded = fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=2)
+        prune = fds.prune_weights("*", density=0.5, offset=1, end=3, stride=2)
+
+        def sent(*transforms):
+            step = fds.compose(sharded, *transforms, fds.skip_nonfinite(), fds.sgd(LR))(LOSS)
+            state, sizes = step.init(PARAMS), []
+            for call in range(13):
+                traffic = Traffic()
+                with counting(traffic):
+                    state = train(step, state, [call])
+                sizes.append((traffic.bytes_sent, {kind: n.calls for kind, n in traffic.counts.items()}))
+            return sizes[1:]  # the first call learns
+
+        pruned, plain = sent(prune), sent()
+        more = [a != b for a, b in zip(pruned, plain, strict=True)]
+        assert more == [True, False, True] + [True] * 8 + [False]  # calls 1 and 3, and the 8 after the end
 
     fds.simulate(on_ranks, 2)
 
@@ -340,8 +387,23 @@ def test_two_need_slots_of_their_own():
         fds.compose(prune, prune, fds.sgd(LR))(LOSS)
 
 
-def test_a_graph_would_keep_a_look():
+@pytest.mark.parametrize("arguments", [{"density": 0.5, "offset": 2, "initial": True}, GRADUAL])
+def test_graphs_of_calls_that_make_masks_and_of_those_that_make_none(arguments):
     whole = fds.compile(backend="eager", whole=True)
-    step = fds.compose(whole, fds.prune_weights("*", density=0.5), fds.sgd(LR), fds.donate())(LOSS)
-    with pytest.raises(ComposeError, match="graph"):
-        train(step, step.init(PARAMS))
+    plain, one_graph = composed(**arguments), composed(whole, fds.donate(), **arguments)
+    want = train(plain, plain.init(PARAMS), range(13), bad=BAD)
+    state = train(one_graph, one_graph.init(PARAMS), range(13), bad=BAD)
+    assert_same_bits(state, want)
+    assert len(one_graph.runtime.captured[0].works) == 2
+
+
+def test_captured_steps_make_the_masks_of_others():
+    gpu, prune = Gpu(), fds.prune_weights("*.weight", **GRADUAL)
+    steps = [fds.compose(prune, fds.donate(), *more, fds.sgd(LR))(LOSS) for more in ([], [captured(gpu)])]
+    states = [gpu.state(steps[0].init(PARAMS)) for _ in steps]
+    with gpu:
+        for call in range(13):
+            rows = gpu.put(batch(call))
+            states = [step(state, rows)[0] for step, state in zip(steps, states, strict=True)]
+    assert_same_bits(gpu.get(states[1]), gpu.get(states[0]))
+    assert gpu.captures == 2

@@ -189,6 +189,16 @@ def unnoted(where: str) -> ComposeError:
     )
 
 
+def resting(where: str) -> ComposeError:
+    """Return the error of a note of a slot that does not change in this call."""
+    return ComposeError(
+        "this slot does not change in this call, and nothing is noted of it",
+        where=where,
+        got="a call in which the `when` of its Memory is False",
+        want="call.note where call.is_due(slot)",
+    )
+
+
 def keyless(filler: Any) -> ComposeError:
     """Return the error of a filler that says that it draws nothing and asks for a random key."""
     return ComposeError(

@@ -68,6 +68,10 @@ class Kind:
 
         return cls(batch, (spec, *keys), tensors, build)
 
+    def of_slots(self, resting: frozenset[str]) -> Kind:
+        """Return the kind of this batch in calls in which these slots do not change."""
+        return Kind(self.batch, (self.key, resting), self.tensors, self.build) if resting else self
+
 
 # The work on batches of one kind: first run as if nothing were recorded, then recorded, then replayed.
 Work = Callable[[Program, State, StateTensors, Kind], tuple[State, dict[str, Tensor]]]
@@ -128,7 +132,7 @@ class Recorder(abc.ABC):
         if recordings is None or not recordings.may_record(state):
             return program.work(state, held, batch)
         with recordings.lock:
-            kind = Kind.of(batch, device)
+            kind = Kind.of(batch, device).of_slots(program.resting(state))
             key = recordings.key(state, held, kind)
             work = recordings.works.get(key)
             if work is None:

@@ -58,9 +58,9 @@ MUTANTS = (
     ),
     Mutant(
         "an-initial-mask-is-in-use-at-once",
-        "fds/transforms/prune_weights.py",
-        "mask = mask.bool() | (call.step < self.schedule.offset)",
-        "mask = mask.bool()",
+        "fds/compression/schedule.py",
+        "        return mask.bool() | (step < self.offset)",
+        "        return mask",
         "the offset of a mask of initial weights counts for nothing",
         WEIGHTS,
     ),

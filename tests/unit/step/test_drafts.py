@@ -125,6 +125,8 @@ def test_memories_that_cannot_merge_are_refused():
         {"merge": "max", "lies": "parameters"},
         {"accept": lambda slot: slot},
         {"on_skip": "run"},
+        {"when": lambda calls: True},
+        {"when": 3, "merge": "max"},
     ):
         with pytest.raises(ComposeError, match="a memory needs"):
             Memory("slot", zeros, **{"lies": "named", **arguments})
@@ -142,6 +144,32 @@ def test_a_note_of_one_sample_is_refused():
 
     with pytest.raises(ComposeError, match=r"torch\.func"):
         run(filled(LARGEST, layer=lambda calls, call: [mapped(one, call) for one in calls]))
+
+
+def test_a_slot_that_is_not_due_keeps_its_bits_and_takes_no_notes():
+    asked = []
+
+    def view(x, leaf, call):
+        asked.append(call.is_due("largest"))
+        if asked[-1]:
+            call.note("largest", leaf.name, x.detach().abs().max())
+        return x
+
+    third = Memory(
+        "largest", zeros, "named", merge="max", accept=lambda slot, noted, call: noted, when=lambda n: n == 2
+    )
+    step = fds.compose(filled(third, view=view), fds.sgd(0.1))(layers())
+    state, was = step.init(step.loss.init, key=1), []
+    for _ in range(4):
+        was.append(float(state.slots["largest"]["0.bias"]))
+        state, _ = step(state, BATCH)
+    assert was[:3] == [0, 0, 0] and was[3] > 0 and float(state.slots["largest"]["0.bias"]) == was[3]
+    assert asked == [False] * 8 + [True] * 4 + [False] * 4
+    with pytest.raises(ComposeError, match="does not change in this call") as caught:
+        run(filled(third, view=noting()))
+    assert "call.is_due" in caught.value.want
+    with pytest.raises(ComposeError, match="due in a call or is not"):
+        run(filled(Memory("largest", zeros, "named", merge="max", when=lambda n: None), view=noting()))
 
 
 def test_a_rule_may_say_what_a_skipped_step_makes_of_a_slot():
