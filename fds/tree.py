@@ -290,12 +290,13 @@ def match(patterns: Iterable[str], names: Iterable[str], *, what: str) -> set[st
     matches: set[str] = set()
     for pattern in patterns:
         hits = fnmatch.filter(names, pattern)
+        inside = [] if hits else fnmatch.filter(names, f"{pattern}.*")  # where it names modules
         if not hits:
             raise StateError(
                 f"{what}: a pattern matches no parameter",
                 got=repr(pattern),
                 want="the name of a parameter, with * for any part of it",
-                hint=did_you_mean(pattern, names),
+                hint=f"'{pattern}.*' matches {named(inside)}" if inside else did_you_mean(pattern, names),
             )
         matches.update(hits)
     return matches

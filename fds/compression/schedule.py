@@ -153,12 +153,14 @@ def chosen(
 
     Raises `StateError` for a pattern that matches nothing, and where they choose no weight.
     """
-    tree.match([*patterns, *excluded], shapes, what=where)
+    tree.match(excluded, shapes, what=where)
+    matches = tree.match(patterns, shapes, what=where)
     weights = {n: shapes[n] for n in sorted(shapes) if is_chosen(n, patterns, excluded) and len(shapes[n]) in dims}
     if not weights:
         raise StateError(
             f"{where}: patterns choose no weight",
             got=tree.named([*patterns]),
             want=f"one of {dims[0]}{' or more' * (len(dims) > 1)} dims: others are left alone",
+            hint=f"they match {tree.named(sorted(matches))}",
         )
     return weights
