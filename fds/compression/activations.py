@@ -130,7 +130,11 @@ def is_convolution(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.conv._ConvNd)
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Say whether a module is the Conv1D of transformers, a linear layer whose weight is (inputs, outputs)."""
+    return any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(module).__mro__)
+
+
 def is_linear(module: nn.Module) -> bool:
     """Say whether a module multiplies rows by its weight: nn.Linear, or Conv1D of transformers."""
-    conv1d = any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(module).__mro__)
-    return isinstance(module, nn.Linear) or conv1d
+    return isinstance(module, nn.Linear) or is_conv1d(module)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from fds import loss as losses, tree
 from fds.compression import Cut, masks
+from fds.compression.activations import is_conv1d
 from fds.compression.masks import Curve
 from fds.compression.pieces import counts, cuts_of
 from fds.compression.related import Related, following
@@ -226,9 +227,17 @@ def _made(view: Pruned, excluded: Any, related: Any, *, interleaved: bool = Fals
     listed = Related() if takes_next else Related.of(names, related, where, interleaved=interleaved)
 
     def apply(step: Step) -> Step:
-        pairs = listed
+        pairs, modules = listed, losses.modules_of(step.loss)
+        for x in modules:
+            turned = [f"{x.prefix}{path}.weight" for path, y in x.module.named_modules() if is_conv1d(y)]
+            if chosen := [name for name in turned if is_chosen(name, names, out)]:
+                raise ComposeError(
+                    f"{where} takes weights of (outputs, inputs), and those of Conv1D are the other way round",
+                    where=chosen[0],
+                    got="Conv1D of transformers",
+                    want="nn.Linear; excluded=... with this one",
+                )
         if takes_next:
-            modules = losses.modules_of(step.loss)
             weights = {
                 f"{x.prefix}{n}" for x in modules for n, p in x.module.named_parameters() if p.dim() in view.dims
             }
