@@ -38,6 +38,16 @@ class Cut:
     num_heads: tuple[int, int] | None = None
 
 
+def merged(cuts: Iterable[Cut]) -> list[Cut]:
+    """Return cuts of which each dim of a parameter has one: what all of its cuts keep."""
+    places: dict[tuple[str, int], Cut] = {}
+    for cut in cuts:
+        old = places.get((cut.name, cut.dim), cut)
+        num_heads = cut.num_heads or old.num_heads
+        places[cut.name, cut.dim] = attrs.evolve(cut, keep=cut.keep & old.keep, num_heads=num_heads)
+    return [*places.values()]
+
+
 def shrink(module: nn.Module, cuts: Iterable[Cut]) -> nn.Module:
     """Return a copy of a module that is smaller, with parameters as its own but for what is cut off.
 
@@ -49,33 +59,31 @@ def shrink(module: nn.Module, cuts: Iterable[Cut]) -> nn.Module:
     features (layer norms, say), for a `keep` of another length, and where no module says how many heads there are.
     """
     module = copy.deepcopy(module)
-    kept: dict[tuple[str, int], Tensor] = {}
-    heads: dict[str, tuple[int, int]] = {}
-    for cut in cuts:
-        place = cut.name, cut.dim
-        kept[place] = cut.keep & kept[place] if place in kept else cut.keep
-        if cut.num_heads is not None:
-            heads[cut.name] = cut.num_heads
+    cut_off(module, cuts)
+    return module
+
+
+def cut_off(module: nn.Module, cuts: Iterable[Cut]) -> None:
+    """Do to a module in place what `shrink` does; where that raises, parts of it are smaller."""
     places = places_of(module)
-    for (name, dim), keep in kept.items():
-        path, _, last = name.rpartition(".")
+    for cut in merged(cuts):
+        path, _, last = cut.name.rpartition(".")
         owner = _owner(module, path, last)
-        if not keep.any():
+        if not cut.keep.any():
             del owner._parameters[last]
             continue
         parameter = owner._parameters[last]
         assert parameter is not None
         if places[id(parameter)] > 1:
-            raise _refused(name, owner, "a parameter that one module has, in one place: it is tied")
-        if dim >= parameter.dim() or keep.shape != (parameter.shape[dim],):
-            raise _refused(name, owner, f"{tuple(keep.shape)} along dim {dim} of {tuple(parameter.shape)}")
-        if name in heads:
-            _drop_heads(module, path, *heads[name], len(keep), int(keep.sum()))
-        for other in _together(owner, last, name):
-            _select(owner, other, dim, keep)
+            raise _refused(cut.name, owner, "a parameter that one module has, in one place: it is tied")
+        if cut.dim >= parameter.dim() or cut.keep.shape != (parameter.shape[cut.dim],):
+            raise _refused(cut.name, owner, f"{tuple(cut.keep.shape)} along dim {cut.dim} of {tuple(parameter.shape)}")
+        if cut.num_heads is not None:
+            _drop_heads(module, path, *cut.num_heads, len(cut.keep), int(cut.keep.sum()))
+        for other in _together(owner, last, cut.name):
+            _select(owner, other, cut.dim, cut.keep)
     for owner in module.modules():
         _describe(owner)
-    return module
 
 
 def places_of(module: nn.Module) -> Counter[int]:
@@ -117,7 +125,7 @@ def _together(owner: nn.Module, last: str, name: str) -> Sequence[str]:
 def _select(owner: nn.Module, last: str, dim: int, keep: Tensor) -> None:
     """Replace a parameter or a buffer by what is kept of it."""
     x: Any = getattr(owner, last)
-    smaller = x.detach()[(slice(None),) * dim + (keep.to(x.device),)].contiguous()
+    smaller = x.detach().index_select(dim, keep.nonzero().flatten().to(x.device))  # of the meta device, too
     if isinstance(x, nn.Parameter):
         setattr(owner, last, nn.Parameter(smaller, requires_grad=x.requires_grad))
     else:

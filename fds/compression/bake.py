@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from fds import loss as losses, random, tree
-from fds.compression._shrink import Cut, shrink
-from fds.compression.compressed_files import write
+from fds.compression._shrink import Cut, merged, shrink
+from fds.compression.compressed_files import rounded_inputs, write
 from fds.compression.grids import Packed
 from fds.compression.packed_modules import hold, unpacked
 from fds.errors import ComposeError, StateError, is_a, is_int
 from fds.layout import Leaf
 from fds.state import State
 from fds.step import Call, Dimensions, Step, seen_parameters
+from fds.step.views import apply_views
 
 
 @attrs.frozen
@@ -32,29 +33,69 @@ class Entry:
     Attributes:
         name: of it in the state.
         shape: of it in the state.
+        baked_shape: in the baked model; None where nothing of it is left.
         bits: of an integer; None where numbers are kept.
+        zeros: the share of zeros among what is left of a weight that is pruned; None of others.
+        reason: why a weight is not integers although others are; "" of what is.
         bytes_before: in the state.
         bytes_after: in the baked model.
     """
 
     name: str
     shape: tuple[int, ...]
+    baked_shape: tuple[int, ...] | None
     bits: int | None
+    zeros: float | None
+    reason: str
     bytes_before: int
     bytes_after: int
+
+    @classmethod
+    def of(cls, name: str, before: Tensor, left: Tensor | None, held: Packed | str, *, is_pruned: bool) -> Entry:
+        """Return what became of a parameter of a state: what is left of it in float, and in integers or why not."""
+        is_packed = isinstance(held, Packed)
+        return cls(
+            name,
+            tuple(before.shape),
+            None if left is None else tuple(left.shape),
+            held.bits if is_packed else None,
+            float((left == 0).double().mean()) if is_pruned and left is not None else None,
+            "" if is_packed else held,
+            before.nbytes,
+            held.num_bytes if is_packed else 0 if left is None else left.nbytes,
+        )
+
+    def words(self) -> tuple[str, ...]:
+        """Return its row of a report."""
+        size = lambda shape: "nothing" if shape is None else " x ".join(map(str, shape))
+        return (
+            self.name,
+            size(self.shape),
+            size(self.baked_shape) if self.baked_shape != self.shape else "",
+            str(self.bits or ""),
+            f"{self.zeros:.0%}" if self.zeros else "",
+            f"{self.bytes_before:,}",
+            f"{self.bytes_after:,}",
+            self.reason,
+        )
+
+
+COLUMNS = ("parameter", "shape", "cut to", "bits", "zeros", "bytes before", "after", "not integers, as")
+WORDS = (0, 1, 2, 7)  # columns that are no numbers
 
 
 @attrs.frozen
 class Speed:
-    """Milliseconds of a call, the median: of the baked model, and of the same numbers, masked ones too, in float."""
+    """Milliseconds of a call, the median: of the baked model, and of `plain`, what it is compared with."""
 
     baked_ms: float
     plain_ms: float
+    plain: str = "the same numbers in float"  # in words
 
     def __str__(self) -> str:
         ratio = self.plain_ms / self.baked_ms
         words = f"{ratio:.2f} times as fast as" if ratio > 1.02 else "no faster than"
-        return f"{words} the same numbers in float here: {self.baked_ms:.3f} ms, and {self.plain_ms:.3f} ms"
+        return f"{words} {self.plain} here: {self.baked_ms:.3f} ms, and {self.plain_ms:.3f} ms"
 
 
 @attrs.frozen(eq=False)
@@ -65,12 +106,17 @@ class Baked:
         module: a plain module in eval mode, whose outputs are those of an evaluation, bit for bit; to rounding, where
             views leave out structures (`fds.compression.shrink`).
         entries: its parameters.
-        masked: the module before structures were left out; None where none were.
+        uncut: the module before structures were cut off, in float, with zeros in their place; None where none were.
+        cuts: of parameters of `uncut`, what `module` was made by.
+        ranges: paths of modules whose inputs are rounded by a dynamic range, of the inputs that are left; with larger
+            ones cut off, outputs are not those of an evaluation.
     """
 
     module: nn.Module
     entries: tuple[Entry, ...]
-    masked: nn.Module | None = attrs.field(default=None, repr=False)
+    uncut: nn.Module | None = attrs.field(default=None, repr=False)
+    cuts: tuple[Cut, ...] = attrs.field(default=(), repr=False)
+    ranges: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -78,23 +124,20 @@ class Baked:
         return sum(entry.bytes_after for entry in self.entries)
 
     def report(self, speed: Speed | None = None) -> str:
-        """Return a table of bytes, before and after, and what `measure` returned in words."""
-        rows = [("parameter", "shape", "bits", "bytes before", "after")]
-        rows += [
-            (x.name, " x ".join(map(str, x.shape)), str(x.bits or ""), f"{x.bytes_before:,}", f"{x.bytes_after:,}")
-            for x in self.entries
-        ]
-        rows.append(("all", "", "", f"{sum(x.bytes_before for x in self.entries):,}", f"{self.num_bytes:,}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        aligned = (
-            [word.ljust(n) if i < 2 else word.rjust(n) for i, (word, n) in enumerate(zip(row, widths, strict=True))]
-            for row in rows
-        )
-        lines = ["  ".join(row).rstrip() for row in aligned]
+        """Return a table of shapes and bytes, before and after, and what `measure` returned in words."""
+        total = f"{sum(x.bytes_before for x in self.entries):,}"
+        rows = [COLUMNS, *(x.words() for x in self.entries), ("all", "", "", "", "", total, f"{self.num_bytes:,}", "")]
+        columns = [(i, column) for i, column in enumerate(zip(*rows, strict=True)) if any(column[1:])]
+        aligned: list[list[str]] = []
+        for i, column in columns:
+            width = max(map(len, column))
+            aligned.append([word.ljust(width) if i in WORDS else word.rjust(width) for word in column])
+        lines = ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
+        lines += [f"{path}: inputs are rounded by the range of those that are left" for path in self.ranges]
         return "\n".join([*lines, *([] if speed is None else [f"speed: {speed}"])])
 
     def measure(self, *inputs: Any, repeats: int = 20) -> Speed:
-        """Return how long a call of the module takes, and one of the masked numbers without integers, in turns.
+        """Return how long a call of the module takes, and one of `unpacked()`, in turns.
 
         Raises `ComposeError` for no number of repeats.
         """
@@ -109,11 +152,12 @@ class Baked:
                     module(*inputs)
                     if i > 1:  # the first ones make memory
                         taken.append(1000 * (time.perf_counter() - start))
-        return Speed(*map(median, times))
+        baked, plain = map(median, times)
+        return Speed(baked, plain, "the same numbers in float" if self.uncut is None else "the uncut model in float")
 
     def unpacked(self) -> nn.Module:
-        """Return a copy of the module that holds numbers in the place of integers, and masked ones: larger."""
-        module = copy.deepcopy(self.module if self.masked is None else self.masked)
+        """Return a copy of the module that holds numbers in the place of integers, with nothing cut off: larger."""
+        module = copy.deepcopy(self.module if self.uncut is None else self.uncut)
         unpacked(module)
         return module
 
@@ -122,22 +166,23 @@ class Baked:
 
         Weights of symmetric grids of 8, 4 and 2 bits are written as compressed-tensors has them (`weight_packed`,
         `weight_scale`, `weight_shape`, and `quantization_config` in config.json), others under the names of the
-        module's buffers. A `config.json` that is there keeps its other keys. `fds.compression.read_baked` reads it
-        back. One rank calls this.
+        module's buffers. A `config.json` that is there keeps its other keys, and says what was cut off.
+        `fds.compression.read_baked` reads it back. One rank calls this.
 
         Raises `StorageError` for a folder that cannot be written; existing files are then unchanged.
         """
-        return write(self.module, folder)
+        return write(self.module, self.cuts, folder)
 
 
 def bake(step: Step, state: State, module: nn.Module | None = None) -> Baked:
     """Return the model that an evaluation of a step computes, as a plain module: weights rounded, integers packed.
 
-    A weight that a view says it can pack (`packed(x, leaf, call)`) is held as integers, which are made numbers when
-    they are read; all others as the loss sees them. What a view says that it removes (`removed(params, call)`: rows,
-    channels, heads, scores) is not there any more. Outputs are those of an evaluation, bit for bit, for inputs as the
-    loss gets them: with `fds.precision` in its dtype, with `fds.autocast` under the same. Where ranks share the state
-    all of them call this, and each has the whole model.
+    A weight that a view says it can pack is held as integers, which are made numbers when they are read; all others as
+    the loss sees them. `packed(x, leaf, call)` of a view returns a `Packed` of what it is given, None where it rounds
+    nothing, or in words why it cannot. What a view says that it removes (`removed(params, call)`: rows, channels,
+    heads, scores) is not there any more. Outputs are those of an evaluation, bit for bit, for inputs as the loss gets
+    them: with `fds.precision` in its dtype, with `fds.autocast` under the same. Where ranks share the state all of
+    them call this, and each has the whole model.
 
     Args:
         step: what `compose(...)(loss)` returned.
@@ -152,34 +197,45 @@ def bake(step: Step, state: State, module: nn.Module | None = None) -> Baked:
         raise ComposeError(
             "bake takes a step and its state", got=f"{type(step).__name__}, {type(state).__name__}", want="Step, State"
         )
-    seen = tree.paths(seen_parameters(step, state))
-    before = tree.paths(step.params(state))
-    structure = losses.structure_of(step.loss, {name: x.shape for name, x in before.items()}, module)
-    cuts = removed_by(step, state, before, seen)
-    shorter = {cut.name for cut in cuts}
-    values = {n: seen[n] if n in shorter else packed_or_seen(step, state, n, before, seen) for n in seen}
-    _put(structure, values, step.dimensions.collect(state.buffers))
+    call = Call.with_state(state, Dimensions(), training=False)
+    seen, before = tree.paths(seen_parameters(step, state)), tree.paths(step.params(state))
+    shapes = {name: tuple(x.shape) for name, x in before.items()}
+    params = {name: x.to(seen[name].dtype) if tree.is_float(seen[name]) else x for name, x in before.items()}
+    structure = losses.structure_of(step.loss, shapes, module)
+    places: dict[str, list[str]] = {}
+    for path, name in structure.paths.items():
+        places.setdefault(name, []).append(path)
+    _put(structure, seen, step.dimensions.collect(state.buffers))
     for change in step.modules:
         if (bake_calls := getattr(change, "bake", None)) is not None:
-            bake_calls(structure.module, structure.prefix, Call.with_state(state, Dimensions(), training=False))
-    masked = structure.module.eval()
-    path_of = {name: path for path, name in structure.paths.items()}
-    _check_zeros(cuts, seen)
-    smaller = shrink(masked, [attrs.evolve(cut, name=path_of[cut.name]) for cut in cuts if cut.name in path_of])
-    left = dict(smaller.named_parameters(remove_duplicate=False))
-    entries: list[Entry] = []
-    for name, x in values.items():
-        if name in path_of:
-            after = x.num_bytes if isinstance(x, Packed) else left[p].nbytes if (p := path_of[name]) in left else 0
-            bits = x.bits if isinstance(x, Packed) else None
-            entries.append(Entry(name, tuple(before[name].shape), bits, before[name].nbytes, after))
-    return Baked(smaller, tuple(entries), masked) if cuts else Baked(masked, tuple(entries))
+            bake_calls(structure.module, structure.prefix, call)
+    uncut = structure.module.eval()
+    removed = merged(cut for cut in removed_by(step, params, call) if cut.name in places)
+    _check_zeros(removed, seen)
+    cuts = tuple(attrs.evolve(cut, name=places[cut.name][0]) for cut in removed)
+    smaller = shrink(uncut, cuts) if cuts else uncut
+    trained, entries = step.held_by(state)[0].trained_names, list[Entry]()
+    for name in (name for name in seen if name in places):
+        leaf = Leaf(name, shapes[name], before[name].dtype, name in trained)
+        parent, _, last = places[name][0].rpartition(".")
+        left = smaller.get_submodule(parent)._parameters.get(last)
+        held: Packed | str = ""
+        if left is not None:
+            keeps = {cut.dim: cut.keep for cut in removed if cut.name == name}
+            held = _fitting(asked(step, leaf, params, call), keeps, left.detach())
+        if isinstance(held, Packed):
+            for path in places[name]:
+                hold(smaller, path, held)
+        is_pruned = any(view.prunes(leaf, shapes) for view in step.views if hasattr(view, "prunes"))
+        entries.append(Entry.of(name, before[name], left, held, is_pruned=is_pruned))
+    inputs = {path for path, how in rounded_inputs(smaller).items() if how["per"] != "all"}
+    ranges = inputs.intersection(cut.name.rpartition(".")[0] for cut in cuts if cut.dim == 1)
+    return Baked(smaller, tuple(entries), uncut if cuts else None, cuts, tuple(sorted(ranges)))
 
 
-def removed_by(step: Step, state: State, before: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> list[Cut]:
-    """Return what views leave out of parameters, given those of the state and what the loss sees of them."""
-    call, cuts = Call.with_state(state, Dimensions(), training=False), list[Cut]()
-    params = {name: x.to(seen[name].dtype) if tree.is_float(seen[name]) else x for name, x in before.items()}
+def removed_by(step: Step, params: Mapping[str, Tensor], call: Call) -> list[Cut]:
+    """Return what views leave out of parameters, given these as the loss would see them without views."""
+    cuts = list[Cut]()
     for i, view in enumerate(step.views):
         removed: Any = getattr(view, "removed", None)
         cuts += [] if removed is None else removed(params, call.given_to(view, "view", i))
@@ -205,37 +261,46 @@ def _check_zeros(cuts: Sequence[Cut], seen: Mapping[str, Tensor]) -> None:
             )
 
 
-def packed_or_seen(
-    step: Step, state: State, name: str, before: Mapping[str, Tensor], seen: Mapping[str, Tensor]
-) -> Packed | Tensor:
-    """Return a parameter as integers where these are what the loss sees, bit for bit; else what it sees."""
-    want, call = seen[name], Call.with_state(state, Dimensions(), training=False)
-    trained = name in step.held_by(state)[0].trained_names
-    leaf = Leaf(name, tuple(before[name].shape), before[name].dtype, trained)
-    x = before[name].to(want.dtype) if tree.is_float(want) else before[name]
-    packed: Packed | None = None
-    with random.scope([x.device]):
-        for i, view in enumerate(step.views):
-            at = call.given_to(view, "view", i, name)
-            pack: Any = getattr(view, "packed", None)
-            packed = packed if pack is None else pack(x, leaf, at) or packed  # a later view may leave it alone
-            reads: Any = getattr(view, "reads", None)
-            more = [] if reads is None else [{n: before[n].to(seen[n].dtype) for n in reads(leaf, at)}]
-            x = view(x, leaf, at, *more)
-    fits = packed is not None and packed.shape == want.shape and torch.equal(packed.numbers(), want)
-    return packed if packed is not None and fits else want
+def asked(step: Step, leaf: Leaf, params: Mapping[str, Tensor], call: Call) -> Packed | str:
+    """Return a parameter as the integers that a view makes of it, or why it stays in float, "" where nothing is said.
+
+    Args:
+        step: whose views are asked.
+        leaf: the parameter, whole.
+        params: what the loss would see without views, by name.
+        call: an evaluation.
+    """
+    answers = list[Packed | str | None]()
+
+    def ask(view: Any, x: Tensor, at: Call) -> None:
+        if hasattr(view, "packed"):
+            answers.append(view.packed(x, leaf, at))
+
+    with random.scope([call.device]):
+        apply_views(step.views, leaf, params, lambda view, i: call.given_to(view, "view", i, leaf.name), ask)
+    last = next(filter(None, reversed(answers)), None)  # a later view may leave it alone
+    return last or ("no view rounds it" if answers and len(leaf.shape) > 1 else "")
 
 
-def _put(structure: losses.Structure, values: Mapping[str, Packed | Tensor], buffers: Mapping[str, Tensor]) -> None:
+def _fitting(packed: Packed | str, keeps: Mapping[int, Tensor], want: Tensor) -> Packed | str:
+    """Return a parameter in integers, cut, where these are what is wanted, bit for bit; else why it stays in float."""
+    if isinstance(packed, str):
+        return packed
+    packed = packed.cut(keeps) if keeps else packed
+    if (packed.shape, packed.dtype) == (tuple(want.shape), want.dtype):
+        for mask in (None, want == 0):  # which a view after it may have made
+            packed = packed if mask is None else packed.zeroed(mask)
+            if torch.equal(packed.numbers(), want):
+                return packed
+    return "a view after it makes other numbers"
+
+
+def _put(structure: losses.Structure, values: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
     """Put values in the places of parameters, and buffers of a state in theirs."""
-    shared = {name: nn.Parameter(x, requires_grad=False) for name, x in values.items() if isinstance(x, Tensor)}
+    shared = {name: nn.Parameter(x, requires_grad=False) for name, x in values.items()}
     for path, name in structure.paths.items():
         at, _, last = path.rpartition(".")
-        parent, x = structure.module.get_submodule(at), values[name]
-        if isinstance(x, Packed):
-            hold(parent, last, x)
-        else:
-            parent._parameters[last] = shared[name]
+        structure.module.get_submodule(at)._parameters[last] = shared[name]
     for path, _ in [*structure.module.named_buffers(remove_duplicate=False)]:
         at, _, last = path.rpartition(".")
         if structure.prefix + path in buffers:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from fds.compression._shrink import Cut, cut_off
 from fds.compression.activations import ActivationGrid, RoundedInputs
 from fds.compression.grids import Packed, Scheme
-from fds.compression.packed_modules import Holding, hold, packed_of, unpacked
-from fds.errors import StorageError, is_a
+from fds.compression.packed_modules import PARTS, Holding, hold, packed_of, unpacked
+from fds.errors import StateError, StorageError, is_a
 from fds.storage.disk.files import check_path, read_errors
 from fds.storage.disk.placing import replace_files
 
@@ -52,7 +54,7 @@ class Grid:
 
 def grid_of(packed: Packed) -> Grid | None:
     """Return how compressed-tensors says a weight; None where it has no such grid."""
-    if len(packed.shape) != 2 or packed.zeros is not None or packed.bits not in (2, 4, 8):
+    if len(packed.shape) != 2 or packed.zeros is not None or packed.sizes is not None or packed.bits not in (2, 4, 8):
         return None
     columns, group = packed.shape[1], packed.group
     if columns * packed.bits % 8 or (group * packed.bits % 8) or (columns % group and group % columns):
@@ -60,7 +62,7 @@ def grid_of(packed: Packed) -> Grid | None:
     return Grid(packed.bits, group if group < columns else None)
 
 
-def write(module: nn.Module, folder: str | os.PathLike[str]) -> list[Path]:
+def write(module: nn.Module, cuts: Sequence[Cut], folder: str | os.PathLike[str]) -> list[Path]:
     """Write a module, and return the files; see `Baked.save`."""
     to = check_path(folder, "folder")
     tensors, groups, integers = dict[str, Tensor](), dict[Grid, list[str]](), dict[str, Any]()
@@ -70,12 +72,11 @@ def write(module: nn.Module, folder: str | os.PathLike[str]) -> list[Path]:
             continue
         for name in part.integers:
             path, packed = f"{at}.{name}".lstrip("."), packed_of(part, name)
-            as_integers.update(f"{path}_{word}" for word in ("codes", "scales", "zeros"))
+            as_integers.update(f"{path}_{word}" for word in PARTS)
             integers[path] = _described(packed)
             grid = grid_of(packed) if name == "weight" else None
             if grid is None:
-                parts = {f"{path}_{word}": getattr(packed, word) for word in ("codes", "scales", "zeros")}
-                tensors |= {name: x for name, x in parts.items() if x is not None}
+                tensors |= {f"{path}_{word}": x for word, x in packed.tensors.items()}
                 continue
             groups.setdefault(grid, []).append(at)
             tensors |= _compressed(path, packed)
@@ -94,9 +95,12 @@ def write(module: nn.Module, folder: str | os.PathLike[str]) -> list[Path]:
         text = (to / CONFIG).read_text() if (to / CONFIG).exists() else "{}"
     config = _parsed(text, to / CONFIG)
     config.pop("quantization_config", None)
-    config |= {"fds": {"integers": integers, "inputs": _inputs(module)}} | (
-        {"quantization_config": quantization} if groups else {}
-    )
+    config["fds"] = {
+        "integers": integers,
+        "inputs": rounded_inputs(module),
+        "cuts": [_cut_in_words(cut) for cut in cuts],
+    }
+    config |= {"quantization_config": quantization} if groups else {}
     with replace_files(to, [MODEL, CONFIG]) as hidden:
         save_file({name: _alone(x) for name, x in tensors.items()}, hidden / MODEL, metadata={"format": "pt"})
         (hidden / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -117,8 +121,9 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
 def read_baked(folder: str | os.PathLike[str], module: nn.Module) -> nn.Module:
     """Fill a module with what `Baked.save` wrote of one of the same structure, in place, and return it in eval mode.
 
-    It is then what was written, whatever it was: reading twice is reading once. Raises `StorageError` for files that
-    cannot be read, and for a module of other names, shapes or dtypes, which stays as it is.
+    Of a pruned model that is a module as large as before, of which is cut off what was, or a smaller one. It is then
+    what was written, whatever it was: reading twice is reading once. Raises `StorageError` for files that cannot be
+    read, and for a module of other names, shapes or dtypes, which stays as it is.
     """
     at = check_path(folder, "folder")
     if not is_a(module, nn.Module):
@@ -131,12 +136,13 @@ def read_baked(folder: str | os.PathLike[str], module: nn.Module) -> nn.Module:
         want = f"{MODEL} and {CONFIG}, as Baked.save writes them"
         raise StorageError("this is no baked model", where=str(at), got=str(error)[:200], want=want) from None
     inputs: dict[str, dict[str, Any]] = config["fds"].get("inputs", {})
+    cuts: list[dict[str, Any]] = config["fds"].get("cuts", [])
     plain = {name: x for name, x in tensors.items() if not _is_held(name, integers)}
     trial = _without_numbers(module)
     try:
         packed = {path: _packed(path, described, tensors) for path, described in integers.items()}
-        _restructure(trial, packed, inputs)
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        _restructure(trial, cuts, packed, inputs)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, StateError) as error:
         want = "a module of the structure that was baked"
         raise StorageError("this module has another structure", got=str(error)[:200], want=want) from error
     has = {name: x for name, x in trial.state_dict().items() if not _is_held(name, integers)}
@@ -144,7 +150,7 @@ def read_baked(folder: str | os.PathLike[str], module: nn.Module) -> nn.Module:
         got, want = (f"{tuple(x[name].shape)} {x[name].dtype}" if name in x else "nothing" for x in (has, plain))
         if got != want:
             raise StorageError("this module has another structure", where=name, got=got, want=want)
-    _restructure(module, packed, inputs)
+    _restructure(module, cuts, packed, inputs)
     module.load_state_dict(plain, strict=False)
     return module.eval()
 
@@ -158,16 +164,19 @@ def _without_numbers(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _restructure(module: nn.Module, packed: dict[str, Packed], inputs: dict[str, dict[str, Any]]) -> None:
-    """Have a module hold these parameters as integers, no others, and round these inputs, no others."""
+def _restructure(
+    module: nn.Module, cuts: list[dict[str, Any]], packed: dict[str, Packed], inputs: dict[str, dict[str, Any]]
+) -> None:
+    """Have a module be cut, hold these parameters as integers, no others, and round these inputs, no others."""
     unpacked(module)
+    cut_off(module, filter(None, [_cut_of(module, words) for words in cuts]))
     for path, value in packed.items():
         parent, _, name = path.rpartition(".")
         x = module.get_submodule(parent)._parameters[name]
         if x is None or (tuple(x.shape), x.dtype) != (value.shape, value.dtype):
             got = None if x is None else (tuple(x.shape), x.dtype)
             raise ValueError(f"{path}: {got} for {value.shape}, {value.dtype}")
-        hold(module.get_submodule(parent), name, value)
+        hold(module, path, value)
     for part in module.modules():
         RoundedInputs.remove(part)
     for path, described in inputs.items():
@@ -175,16 +184,36 @@ def _restructure(module: nn.Module, packed: dict[str, Packed], inputs: dict[str,
         RoundedInputs.put(module.get_submodule(path), grid, described["per"], torch.zeros(2))
 
 
-def _inputs(module: nn.Module) -> dict[str, dict[str, Any]]:
+def rounded_inputs(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return how modules round what they are given, by path."""
     hooks = [(path, x) for path, part in module.named_modules() for x in part._forward_pre_hooks.values()]
     rounds = {path: x for path, x in hooks if isinstance(x, RoundedInputs)}
     return {path: {**attrs.asdict(x.grid), "per": x.per} for path, x in rounds.items()}
 
 
+def _cut_in_words(cut: Cut) -> dict[str, Any]:
+    return {
+        "name": cut.name,
+        "dim": cut.dim,
+        "length": len(cut.keep),
+        "kept": int(cut.keep.sum()),
+        "num_heads": cut.num_heads,
+    }
+
+
+def _cut_of(module: nn.Module, words: dict[str, Any]) -> Cut | None:
+    """Return the cut of a module that makes its sizes; None where it has them."""
+    path, _, name = words["name"].rpartition(".")
+    dim, length, kept, heads = (words[key] for key in ("dim", "length", "kept", "num_heads"))
+    x = module.get_submodule(path)._parameters.get(name)
+    if (x is None and not kept) or (x is not None and kept and x.shape[dim] == kept):
+        return None
+    return Cut(words["name"], dim, torch.arange(length) < kept, None if heads is None else tuple(heads))
+
+
 def _is_held(name: str, integers: dict[str, Any]) -> bool:
     path, _, word = name.rpartition("_")
-    return path in integers and word in ("codes", "scales", "zeros", "packed", "scale", "shape")
+    return path in integers and word in (*PARTS, "packed", "scale", "shape")
 
 
 def _described(packed: Packed) -> dict[str, Any]:
@@ -212,7 +241,8 @@ def _packed(path: str, described: dict[str, Any], tensors: dict[str, Tensor]) ->
     dtype = _DTYPES[described["dtype"]]
     if f"{path}_packed" not in tensors:
         codes, scales = tensors[f"{path}_codes"], tensors[f"{path}_scales"]
-        return Packed(codes, scales, tensors.get(f"{path}_zeros"), bits, group, scheme, shape, dtype)
+        zeros, sizes = (tensors.get(f"{path}_{word}") for word in ("zeros", "sizes"))
+        return Packed(codes, scales, zeros, bits, group, scheme, shape, dtype, sizes)
     rows, columns = shape
     codes = tensors[f"{path}_packed"].view(torch.uint8)[:, : columns * bits // 8]
     scales = tensors[f"{path}_scale"]

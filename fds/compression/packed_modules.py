@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from fds.compression.grids import Packed
 
-_PARTS = ("codes", "scales", "zeros")
+PARTS = ("codes", "scales", "zeros", "sizes")
 
 
 class Holding(nn.Module):
-    """A module some of whose parameters are integers: buffers `<name>_codes`, `<name>_scales` and `<name>_zeros`."""
+    """A module some of whose parameters are integers: buffers `<name>_codes` and so on, one of each of `PARTS`."""
 
     integers: dict[str, Packed]  # by name of a parameter, without its tensors
 
@@ -34,21 +34,23 @@ class Holding(nn.Module):
         return ", ".join(filter(None, words))
 
 
-def hold(module: nn.Module, name: str, packed: Packed) -> None:
-    """Hold a parameter of a module as integers, from here on; the module becomes one of a subclass of its class."""
+def hold(module: nn.Module, path: str, packed: Packed) -> None:
+    """Hold a parameter as integers, from here on; the module that has it becomes one of a subclass of its class."""
+    parent, _, name = path.rpartition(".")
+    module = module.get_submodule(parent)
     if not isinstance(module, Holding):
         module.__class__ = _holding(type(module))
         module.__dict__["integers"] = {}
     assert isinstance(module, Holding)
     module._parameters.pop(name, None)
-    module.integers[name] = attrs.evolve(packed, **dict.fromkeys(_PARTS, torch.empty(0)))
-    for part in _PARTS:
+    module.integers[name] = attrs.evolve(packed, **dict.fromkeys(PARTS, torch.empty(0)))
+    for part in PARTS:
         module.register_buffer(f"{name}_{part}", getattr(packed, part))
 
 
 def packed_of(module: Holding, name: str) -> Packed:
     """Return a parameter that a module holds as integers."""
-    parts: dict[str, Tensor | None] = {part: module._buffers[f"{name}_{part}"] for part in _PARTS}
+    parts: dict[str, Tensor | None] = {part: module._buffers[f"{name}_{part}"] for part in PARTS}
     return attrs.evolve(module.integers[name], **parts)
 
 
@@ -59,7 +61,7 @@ def unpacked(module: nn.Module) -> None:
         if isinstance(part, Holding):
             values = {name: packed_of(part, name) for name in part.integers}
             for name, packed in values.items():
-                for word in _PARTS:
+                for word in PARTS:
                     del part._buffers[f"{name}_{word}"]
                 if id(packed.codes) not in numbers:
                     numbers[id(packed.codes)] = nn.Parameter(packed.numbers(), requires_grad=False)

@@ -100,13 +100,14 @@ class Quantized:
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise `StateError` for patterns without a match or a weight, `ComposeError` for weights it cannot round."""
-        tree.match(self.patterns, shapes, what="quantize_weights")
+        matches = tree.match(self.patterns, shapes, what="quantize_weights")
         weights = [name for name, shape in shapes.items() if self.takes(name, len(shape))]
         if not weights:
             raise StateError(
                 "quantize_weights: patterns choose no weight",
                 got=tree.named([*self.patterns]),
                 want="one of 2 or more dims; one of fewer by its whole name",
+                hint=f"they match {tree.named(sorted(matches))}",
             )
         tree.match(self.factors, weights, what="quantize_weights(factors=...)")
         for name in weights:
@@ -164,14 +165,15 @@ class Quantized:
         )
         return rounded.view(x.shape)
 
-    def packed(self, x: Tensor, leaf: Leaf, call: Call) -> Packed | None:
-        """Return the integers that the view of an evaluation rounds a weight to; None where it is not rounded yet."""
+    def packed(self, x: Tensor, leaf: Leaf, call: Call) -> Packed | str | None:
+        """Return the integers that an evaluation rounds a weight to, or why there are none; None of other weights."""
         if not (self.takes(leaf.name, x.dim()) and x.is_floating_point()):
             return None
         bits = self.bits_of(leaf.name)
         kept = bits.kept(call.step)
         if kept is not None and float(kept):
-            return None
+            begun = int(call.step) >= self.offset
+            return f"{float(kept):.0%} of the weight is mixed in" if begun else f"rounded from update {self.offset} on"
         return pack(
             x, int(bits.at(call.step)), group=self.group(x, leaf, call), scheme=self.scheme, symmetric=self.symmetric
         )

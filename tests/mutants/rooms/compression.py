@@ -3,6 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 BAKE = "tests/compression/test_bake.py"
+PRUNED = "tests/compression/test_bake_pruned.py"
 GRIDS = "tests/compression/test_grids.py"
 WEIGHTS = "tests/transforms/test_quantize_weights.py"
 
@@ -62,6 +63,30 @@ MUTANTS = (
         "True",
         "a weight that is mixed with itself, or masked afterwards, is baked as integers alone",
         BAKE,
+    ),
+    Mutant(
+        "integers-that-are-cut-are-given-up",
+        "fds/compression/bake.py",
+        "packed = packed.cut(keeps) if keeps else packed",
+        "packed = packed",
+        "weights of which rows or columns are cut become numbers again",
+        PRUNED,
+    ),
+    Mutant(
+        "zeros-of-a-mask-are-no-integers",
+        "fds/compression/bake.py",
+        "for mask in (None, want == 0):",
+        "for mask in (None,):",
+        "a weight that is masked after it was rounded stays in float",
+        PRUNED,
+    ),
+    Mutant(
+        "files-are-read-uncut",
+        "fds/compression/compressed_files.py",
+        "    cut_off(module, filter(None, [_cut_of(module, words) for words in cuts]))\n",
+        "",
+        "a file of a pruned model does not fit the module that was pruned",
+        PRUNED,
     ),
     Mutant(
         "scales-of-rows-lose-their-order",
