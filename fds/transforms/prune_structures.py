@@ -219,6 +219,21 @@ def biases_of(weight: str, params: Mapping[str, Any]) -> list[str]:
     return [bias] if weight.rpartition(".")[2] == "weight" and bias in params else []
 
 
+def _refuse_conv1d(modules: Sequence[Any], patterns: tuple[str, ...], excluded: tuple[str, ...], where: str) -> None:
+    """Raise `ComposeError` for a weight whose outputs are in columns."""
+    for x in modules:
+        inside: Mapping[str, Any] = dict(x.module.named_modules())
+        for path in (path for path, module in inside.items() if is_conv1d(module)):
+            name = ".".join(filter(None, (x.prefix.removesuffix("."), path, "weight")))
+            if is_chosen(name, patterns, excluded):
+                raise ComposeError(
+                    f"{where} takes weights of (outputs, inputs), and those of Conv1D are the other way round",
+                    where=name,
+                    got="Conv1D of transformers",
+                    want="nn.Linear; excluded=... with this one",
+                )
+
+
 def _made(view: Pruned, excluded: Any, related: Any, *, interleaved: bool = False) -> Callable[[Step], Step]:
     """Return what fills the stations of a step. Raises `ComposeError` for patterns that are none."""
     where, names = view.where, patterns_of(view.patterns, view.where)
@@ -228,15 +243,7 @@ def _made(view: Pruned, excluded: Any, related: Any, *, interleaved: bool = Fals
 
     def apply(step: Step) -> Step:
         pairs, modules = listed, losses.modules_of(step.loss)
-        for x in modules:
-            turned = [f"{x.prefix}{path}.weight" for path, y in x.module.named_modules() if is_conv1d(y)]
-            if chosen := [name for name in turned if is_chosen(name, names, out)]:
-                raise ComposeError(
-                    f"{where} takes weights of (outputs, inputs), and those of Conv1D are the other way round",
-                    where=chosen[0],
-                    got="Conv1D of transformers",
-                    want="nn.Linear; excluded=... with this one",
-                )
+        _refuse_conv1d(modules, names, out, where)
         if takes_next:
             weights = {
                 f"{x.prefix}{n}" for x in modules for n, p in x.module.named_parameters() if p.dim() in view.dims

@@ -110,9 +110,14 @@ def test_a_bert_of_fewer_heads_rows_and_bits_is_baked_written_and_read(order, tm
 
 
 def test_weights_of_conv1d_have_their_outputs_in_columns():
-    apply, _, _ = fds.functional(model("GPT2"))
+    module = model("GPT2")
+    apply, _, _ = fds.functional(module)
     heads = fds.prune_heads("*.attn.c_proj.weight", num_heads=HEADS, density=0.5)
     rows = fds.prune_rows("*.c_fc.weight", density=0.5, related="*.mlp.c_proj.weight")
     for prune in (heads, rows):
         with pytest.raises(ComposeError, match="Conv1D"):
             fds.compose(prune, fds.adamw(1e-3))(lambda params, batch: apply(params, batch).logits.sum())
+    layers = fds.Layers([module.transformer.h[0].mlp.c_fc], lambda out, y: (out - y).square().mean())
+    with pytest.raises(ComposeError, match="Conv1D") as error:
+        fds.compose(fds.prune_rows("*", density=0.5), fds.adamw(1e-3))(layers)
+    assert error.value.where == "0.weight"
