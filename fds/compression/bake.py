@@ -51,18 +51,18 @@ class Entry:
     bytes_after: int
 
     @classmethod
-    def of(cls, name: str, before: Tensor, left: Tensor | None, held: Packed | str, *, is_pruned: bool) -> Entry:
+    def of(cls, name: str, before: Tensor, left: Tensor | None, packed: Packed | str, *, is_pruned: bool) -> Entry:
         """Return what became of a parameter of a state: what is left of it in float, and in integers or why not."""
-        is_packed = isinstance(held, Packed)
+        is_packed = isinstance(packed, Packed)
         return cls(
             name,
             tuple(before.shape),
             None if left is None else tuple(left.shape),
-            held.bits if is_packed else None,
+            packed.bits if is_packed else None,
             float((left == 0).double().mean()) if is_pruned and left is not None else None,
-            "" if is_packed else held,
+            "" if is_packed else packed,
             before.nbytes,
-            held.num_bytes if is_packed else 0 if left is None else left.nbytes,
+            packed.num_bytes if is_packed else 0 if left is None else left.nbytes,
         )
 
     def words(self) -> tuple[str, ...]:
@@ -177,7 +177,7 @@ class Baked:
 def bake(step: Step, state: State, module: nn.Module | None = None) -> Baked:
     """Return the model that an evaluation of a step computes, as a plain module: weights rounded, integers packed.
 
-    A weight that a view says it can pack is held as integers, which are made numbers when they are read; all others as
+    A weight that a view says it can pack is packed as integers, which are made numbers when they are read; all others as
     the loss sees them. `packed(x, leaf, call)` of a view returns a `Packed` of what it is given, None where it rounds
     nothing, or in words why it cannot. What a view says that it removes (`removed(params, call)`: rows, channels,
     heads, scores) is not there any more. Outputs are those of an evaluation, bit for bit, for inputs as the loss gets
@@ -219,15 +219,15 @@ def bake(step: Step, state: State, module: nn.Module | None = None) -> Baked:
         leaf = Leaf(name, shapes[name], before[name].dtype, name in trained)
         parent, _, last = places[name][0].rpartition(".")
         left = smaller.get_submodule(parent)._parameters.get(last)
-        held: Packed | str = ""
+        packed: Packed | str = ""
         if left is not None:
             keeps = {cut.dim: cut.keep for cut in removed if cut.name == name}
-            held = _fitting(asked(step, leaf, params, call), keeps, left.detach())
-        if isinstance(held, Packed):
+            packed = _fitting(asked(step, leaf, params, call), keeps, left.detach())
+        if isinstance(packed, Packed):
             for path in places[name]:
-                hold(smaller, path, held)
+                hold(smaller, path, packed)
         is_pruned = any(view.prunes(leaf, shapes) for view in step.views if hasattr(view, "prunes"))
-        entries.append(Entry.of(name, before[name], left, held, is_pruned=is_pruned))
+        entries.append(Entry.of(name, before[name], left, packed, is_pruned=is_pruned))
     inputs = {path for path, how in rounded_inputs(smaller).items() if how["per"] != "all"}
     ranges = inputs.intersection(cut.name.rpartition(".")[0] for cut in cuts if cut.dim == 1)
     return Baked(smaller, tuple(entries), uncut if cuts else None, cuts, tuple(sorted(ranges)))
