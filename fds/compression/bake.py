@@ -177,9 +177,9 @@ class Baked:
 def bake(step: Step, state: State, module: nn.Module | None = None) -> Baked:
     """Return the model that an evaluation of a step computes, as a plain module: weights rounded, integers packed.
 
-    A weight that a view says it can pack is packed as integers, which are made numbers when they are read; all others as
-    the loss sees them. `packed(x, leaf, call)` of a view returns a `Packed` of what it is given, None where it rounds
-    nothing, or in words why it cannot. What a view says that it removes (`removed(params, call)`: rows, channels,
+    A weight that a view can pack stays integers, which are made numbers when they are read; all others are as the loss
+    sees them. `packed(x, leaf, call)` of a view returns a `Packed` of what it is given, None where it rounds nothing,
+    or in words why it cannot. What a view says that it removes (`removed(params, call)`: rows, channels,
     heads, scores) is not there any more. Outputs are those of an evaluation, bit for bit, for inputs as the loss gets
     them: with `fds.precision` in its dtype, with `fds.autocast` under the same. Where ranks share the state all of
     them call this, and each has the whole model.
