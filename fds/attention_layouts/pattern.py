@@ -149,7 +149,7 @@ def of_intervals(
     columns = np.empty(int(starts[-1]), np.int32)
     first = 0
     while first < blocks:
-        last = max(int(np.searchsorted(starts, starts[first] + CHUNK, "right")) - 1, first + 1)
+        last = max(int(np.searchsorted(starts, starts[first] + CHUNK // 8, "right")) - 1, first + 1)
         runs, firsts = lengths[first:last].ravel(), at[first:last].ravel()
         stops = np.cumsum(runs)
         steps = np.repeat(firsts - stops + runs, runs)

@@ -22,11 +22,18 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from fds import random
+from fds.attention_layouts.arguments import (
+    BIDIRECTIONAL,
+    UNIDIRECTIONAL,
+    check,
+    check_attention,
+    check_within,
+    integers,
+    ranges,
+)
 from fds.attention_layouts.layout import AttentionLayout
 from fds.attention_layouts.pattern import Pattern, of_intervals
-from fds.errors import AttentionLayoutError, count, is_int
-
-BIDIRECTIONAL, UNIDIRECTIONAL = "bidirectional", "unidirectional"
+from fds.errors import AttentionLayoutError
 
 
 def dense(heads: int, blocks: int, *, block: int = 16) -> AttentionLayout:
@@ -39,7 +46,7 @@ def dense(heads: int, blocks: int, *, block: int = 16) -> AttentionLayout:
 
     Raises `AttentionLayoutError` for numbers below 1.
     """
-    _check("dense", heads=heads, blocks=blocks, block=block)
+    check("dense", heads=heads, blocks=blocks, block=block)
     first = np.zeros(blocks, np.int64)
     return AttentionLayout.of([of_intervals(first, first + blocks)] * heads, block)
 
@@ -72,7 +79,7 @@ def fixed(
 
     Raises `AttentionLayoutError` for numbers out of range, and arguments that contradict each other.
     """
-    _check(
+    check(
         "fixed",
         heads=heads,
         blocks=blocks,
@@ -81,7 +88,7 @@ def fixed(
         num_global_blocks=num_global_blocks,
         num_different_global_patterns=num_different_global_patterns,
     )
-    _check_attention("fixed", attention, horizontal_global_attention)
+    check_attention("fixed", attention, horizontal_global_attention)
     n, g = num_local_blocks, num_global_blocks
     if n % g:
         raise AttentionLayoutError(
@@ -105,7 +112,7 @@ def fixed(
             got=f"{num_different_global_patterns} of {g} in windows of {n}",
             want=f"at most {n // g}",
         )
-    _check_within("fixed", "num_global_blocks", blocks, g)
+    check_within("fixed", "num_global_blocks", blocks, g)
     row = np.arange(blocks)
     window = row // n * n
     is_causal = attention == UNIDIRECTIONAL
@@ -159,14 +166,14 @@ def variable(
 
     Raises `AttentionLayoutError` for numbers out of range, and arguments that contradict each other.
     """
-    _check("variable", heads=heads, blocks=blocks, block=block)
-    _check("variable", 0, num_random_blocks=num_random_blocks)
-    _check_attention("variable", attention, horizontal_global_attention)
-    _check_within("variable", "num_random_blocks", blocks, num_random_blocks)
-    sizes = _integers("variable", "local_window_blocks", local_window_blocks, 1)
+    check("variable", heads=heads, blocks=blocks, block=block)
+    check("variable", 0, num_random_blocks=num_random_blocks)
+    check_attention("variable", attention, horizontal_global_attention)
+    check_within("variable", "num_random_blocks", blocks, num_random_blocks)
+    sizes = integers("variable", "local_window_blocks", local_window_blocks, 1)
     if not len(sizes):
         raise AttentionLayoutError("variable: there is no window", where="local_window_blocks", got="()", want="(4,)")
-    begins, ends = _ranges("variable", blocks, global_block_indices, global_block_end_indices)
+    begins, ends = ranges("variable", blocks, global_block_indices, global_block_end_indices)
     edges = np.cumsum(np.append(0, sizes))
     edges = np.append(edges[:-1], np.arange(edges[-1], max(blocks, edges[-1]) + sizes[-1], sizes[-1]))
     row = np.arange(blocks)
@@ -205,15 +212,15 @@ def bigbird(
 
     Raises `AttentionLayoutError` for numbers out of range.
     """
-    _check("bigbird", heads=heads, blocks=blocks, block=block, num_sliding_window_blocks=num_sliding_window_blocks)
-    _check("bigbird", 0, num_random_blocks=num_random_blocks, num_global_blocks=num_global_blocks)
-    _check_attention("bigbird", attention)
+    check("bigbird", heads=heads, blocks=blocks, block=block, num_sliding_window_blocks=num_sliding_window_blocks)
+    check("bigbird", 0, num_random_blocks=num_random_blocks, num_global_blocks=num_global_blocks)
+    check_attention("bigbird", attention)
     for name, number in (
         ("num_random_blocks", num_random_blocks),
         ("num_sliding_window_blocks", num_sliding_window_blocks),
         ("num_global_blocks", num_global_blocks),
     ):
-        _check_within("bigbird", name, blocks, number)
+        check_within("bigbird", name, blocks, number)
     is_causal = attention == UNIDIRECTIONAL
     if is_causal and num_random_blocks > 1:
         raise AttentionLayoutError(
@@ -254,10 +261,10 @@ def bslongformer(
 
     Raises `AttentionLayoutError` for numbers out of range.
     """
-    _check("bslongformer", heads=heads, blocks=blocks, block=block, num_sliding_window_blocks=num_sliding_window_blocks)
-    _check_attention("bslongformer", attention)
-    _check_within("bslongformer", "num_sliding_window_blocks", blocks, num_sliding_window_blocks)
-    begins, ends = _ranges("bslongformer", blocks, global_block_indices, global_block_end_indices)
+    check("bslongformer", heads=heads, blocks=blocks, block=block, num_sliding_window_blocks=num_sliding_window_blocks)
+    check_attention("bslongformer", attention)
+    check_within("bslongformer", "num_sliding_window_blocks", blocks, num_sliding_window_blocks)
+    begins, ends = ranges("bslongformer", blocks, global_block_indices, global_block_end_indices)
     pattern = _sliding(blocks, num_sliding_window_blocks, begins, ends, attention == UNIDIRECTIONAL)
     return AttentionLayout.of([pattern] * heads, block)
 
@@ -277,9 +284,9 @@ def local_sliding_window(
     Raises `AttentionLayoutError` for numbers out of range.
     """
     name = "local_sliding_window"
-    _check(name, heads=heads, blocks=blocks, block=block, num_sliding_window_blocks=num_sliding_window_blocks)
-    _check_attention(name, attention)
-    _check_within(name, "num_sliding_window_blocks", blocks, num_sliding_window_blocks)
+    check(name, heads=heads, blocks=blocks, block=block, num_sliding_window_blocks=num_sliding_window_blocks)
+    check_attention(name, attention)
+    check_within(name, "num_sliding_window_blocks", blocks, num_sliding_window_blocks)
     none = np.empty(0, np.int64)
     pattern = _sliding(blocks, num_sliding_window_blocks, none, none, attention == UNIDIRECTIONAL)
     return AttentionLayout.of([pattern] * heads, block)
@@ -304,20 +311,19 @@ def documents(numbers: ArrayLike, *, block: int = 16) -> AttentionLayout:
      2 ####
      3 ..##
     """
-    _check("documents", block=block)
+    check("documents", block=block)
     array = np.atleast_2d(np.asarray(numbers))
     if array.ndim != 2 or not array.size or array.dtype.kind not in "iu":
         got = f"{array.shape} {array.dtype}"
         raise AttentionLayoutError("documents are numbers of tokens", where="documents", got=got, want="(S,) or (B, S)")
-    patterns = [_of_document_row(i, row, block) for i, row in enumerate(array)]
-    union = patterns[0]
-    for pattern in patterns[1:]:
-        union = union.merged(pattern, 1)
-    return AttentionLayout.of([union], block)
+    # a block sees itself in every row, so what rows need of it is an interval, and so is what all of them do
+    begins, ends = zip(*(_document_intervals(i, row, block) for i, row in enumerate(array)), strict=True)
+    return AttentionLayout.of([of_intervals(np.min(begins, axis=0), np.max(ends, axis=0))], block)
 
 
-def _of_document_row(index: int, numbers: NDArray[Any], block: int) -> Pattern:
-    begins = np.append(0, np.flatnonzero(np.diff(numbers)) + 1)  # of documents
+def _document_intervals(index: int, numbers: NDArray[Any], block: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the first block that each block of a row of tokens sees, and the one after the last."""
+    begins = np.append(0, np.flatnonzero(numbers[1:] != numbers[:-1]) + 1)  # of documents
     again = np.flatnonzero(np.bincount(np.unique(numbers[begins], return_inverse=True)[1]) > 1)
     if len(again):
         number = np.unique(numbers[begins])[again[0]]
@@ -333,7 +339,7 @@ def _of_document_row(index: int, numbers: NDArray[Any], block: int) -> Pattern:
     first = np.arange(0, len(numbers), block)
     last = np.minimum(first + block, len(numbers)) - 1
     place = lambda tokens: np.searchsorted(begins, tokens, "right") - 1
-    return of_intervals(begins[place(first)] // block, (ends[place(last)] - 1) // block + 1)
+    return begins[place(first)] // block, (ends[place(last)] - 1) // block + 1
 
 
 def _sliding(blocks: int, window: int, begins: NDArray[Any], ends: NDArray[Any], is_causal: bool) -> Pattern:
@@ -386,85 +392,3 @@ def _sampled(populations: NDArray[Any], num: int, seed: int) -> NDArray[Any]:
 
 def _spread(patterns: list[Pattern], heads: int) -> list[Pattern]:
     return patterns * heads if len(patterns) == 1 else patterns
-
-
-def _check(function: str, least: int = 1, **numbers: Any) -> None:
-    for name, number in numbers.items():
-        count(least=least, where=name).check(function, name, number, AttentionLayoutError)
-
-
-def _check_attention(function: str, attention: Any, sees_all: Any = False) -> None:
-    if attention not in (BIDIRECTIONAL, UNIDIRECTIONAL):
-        raise AttentionLayoutError(
-            f"{function}: there is no such attention",
-            where="attention",
-            got=repr(attention)[:80],
-            want=f"{BIDIRECTIONAL!r} or {UNIDIRECTIONAL!r}",
-        )
-    if sees_all and attention == UNIDIRECTIONAL:
-        raise AttentionLayoutError(
-            f"{function}: global blocks see all blocks, also those after them",
-            where="horizontal_global_attention",
-            got="True where unidirectional",
-            want="False",
-            hint="attention='bidirectional'",
-        )
-
-
-def _check_within(function: str, name: str, blocks: int, number: int) -> None:
-    if number > blocks:
-        raise AttentionLayoutError(
-            f"{function}: a row has fewer blocks",
-            where=name,
-            got=f"{number}\n{_ruler(blocks, number - 1)}",
-            want=f"at most {blocks}",
-        )
-
-
-def _integers(function: str, name: str, numbers: Any, least: int) -> NDArray[np.int64]:
-    if not isinstance(numbers, list | tuple) or not all(is_int(x, least) for x in numbers):
-        raise AttentionLayoutError(
-            f"{function}: {name} lists numbers of blocks",
-            where=name,
-            got=repr(numbers)[:80],
-            want=f"a list of ints >= {least}",
-        )
-    return np.array(numbers, dtype=np.int64)
-
-
-def _ranges(function: str, blocks: int, indices: Any, stops: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where ranges of global blocks begin and end."""
-    begins = _integers(function, "global_block_indices", indices, 0)
-    ends = begins + 1 if stops is None else _integers(function, "global_block_end_indices", stops, 1)
-    if len(begins) != len(ends):
-        raise AttentionLayoutError(
-            f"{function}: each range of global blocks has an end",
-            where="global_block_end_indices",
-            got=f"{len(ends)} ends of {len(begins)} ranges",
-            want=f"{len(begins)} numbers",
-        )
-    for i, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
-        name = "global_block_indices" if stops is None else "global_block_end_indices"
-        if begin >= end:
-            raise AttentionLayoutError(
-                f"{function}: a range of global blocks is empty",
-                where=f"{name}[{i}]",
-                got=f"{begin} to {end}",
-                want="an end after its beginning",
-            )
-        if end > blocks:
-            raise AttentionLayoutError(
-                f"{function}: a global block lies beyond the last",
-                where=f"{name}[{i}]",
-                got=f"{begin if stops is None else end}\n{_ruler(blocks, end - 1)}",
-                want=f"0 to {blocks - 1}" if stops is None else f"at most {blocks}",
-                hint="a layout of more blocks, then .cropped(blocks)",
-            )
-    return begins, ends
-
-
-def _ruler(blocks: int, at: int) -> str:
-    """Draw a row of blocks, and where a block beyond it would be."""
-    cells = "#" * blocks if blocks <= 40 else f"{'#' * 12}...{'#' * 12}"
-    gap = at - blocks if at - blocks <= 20 else 20
-    return f"{cells}{' ' * gap}^  block {at} of 0 to {blocks - 1}"

@@ -103,6 +103,15 @@ def test_a_million_tokens_take_the_memory_of_what_is_listed(make):
     assert layout.nbytes < 4 * layout.nonzeros // 12 + 8 * 2**16 + 64 and peak < 100e6
 
 
+def test_documents_of_a_million_tokens_take_the_memory_of_what_is_listed():
+    numbers = np.arange(2**20, dtype=np.int32) // np.array([[1000], [700]], dtype=np.int32)
+    tracemalloc.start()
+    layout = documents(numbers)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < layout.nbytes + 20e6 < 100e6
+
+
 def test_a_layout_prints_as_a_grid_and_large_ones_by_tenths():
     layout = per_head([local_sliding_window(2, 4), dense(1, 4)]).cropped(3)
     assert str(layout) == "\n".join(
