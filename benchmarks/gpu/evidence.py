@@ -47,7 +47,7 @@ TESTS = {
     "rms_norm": "rms_normalization normalization normalization_use",
     "rotary": "rotary",
     "sgd": "elementwise flat multi_tensor",
-    "sparse_attention": "sparse philox",
+    "sparse_attention": "sparse block_selection philox",
     "sum_messages": "messages",
     "swiglu": "swiglu",
 }

@@ -112,6 +112,8 @@ def _sparse(make: Inputs) -> None:
         backward(kernels.sparse_attention(q, k, v, layout, causal=True))
         seen = make.given(1, q.shape[2]) > 0
         backward(kernels.sparse_attention(q, k, v, layout, key_padding=seen, bias=make.given(2, 1, 1), p=0.3, seed=7))
+        selection = kernels.select_blocks(q, k, top=1, block=block)
+        backward(kernels.sparse_attention(q, k, v, selection, causal=True))
 
 
 def _cross_entropy(make: Inputs) -> None:

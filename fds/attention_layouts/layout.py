@@ -6,6 +6,8 @@ row sees (compressed sparse rows). Heads of the same pattern share it.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ WIDEST = 64  # cells of a picture in text, if no width is asked for
 _SHADES = ".123456789#"  # of none, tenths, and all blocks of a cell
 _PIXELS = 512  # cells of a picture in a file, at most
 
+_KEYS = itertools.count(1)
+_LIVING: weakref.WeakValueDictionary[int, AttentionLayout] = weakref.WeakValueDictionary()
+
 
 @attrs.frozen(slots=False, repr=False)
 class AttentionLayout:
@@ -33,6 +38,8 @@ class AttentionLayout:
         patterns: the patterns of blocks, each once.
         heads: of each head, the index of its pattern.
         block: tokens of a block.
+        blocks: number of blocks of queries, and of keys.
+        key: a number of this object, by which operators in a compiled graph find it (`by_key`).
 
     >>> from fds.attention_layouts import fixed
     >>> layout = fixed(2, 6, block=32, num_local_blocks=3, attention="unidirectional")
@@ -51,6 +58,15 @@ class AttentionLayout:
     patterns: tuple[Pattern, ...]
     heads: tuple[int, ...]
     block: int = 16
+    blocks: int = attrs.field(init=False, eq=False)
+    key: int = attrs.field(init=False, eq=False, factory=lambda: next(_KEYS))
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "blocks", self.patterns[0].blocks)
+        _LIVING[self.key] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AttentionLayout, (self.patterns, self.heads, self.block)  # a copy has a key of its own
 
     @classmethod
     def of(cls, patterns: Sequence[Pattern], block: int) -> AttentionLayout:
@@ -77,11 +93,6 @@ class AttentionLayout:
     def num_heads(self) -> int:
         """Number of heads."""
         return len(self.heads)
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks of queries, and of keys."""
-        return self.patterns[0].blocks
 
     @property
     def tokens(self) -> int:
@@ -163,6 +174,19 @@ class AttentionLayout:
 
     def __str__(self) -> str:
         return draw_text(self)
+
+
+def by_key(key: int) -> AttentionLayout:
+    """Return the layout of a key. Raises `AttentionLayoutError` where it is gone."""
+    layout = _LIVING.get(key)
+    if layout is None:
+        raise AttentionLayoutError(
+            "the layout of a compiled graph is gone",
+            where="by_key",
+            got=f"key {key}",
+            hint="keep it as long as that runs",
+        )
+    return layout
 
 
 def per_head(layouts: Sequence[AttentionLayout]) -> AttentionLayout:

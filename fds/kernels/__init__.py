@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fds.kernels._lamb import lamb
     from fds.kernels._rotary import rotary
     from fds.kernels._swiglu import swiglu
+    from fds.kernels.block_selection import BlockSelection, select_blocks
     from fds.kernels.choice import chosen, explained, only, prefer_triton
     from fds.kernels.dropout_add import bias_dropout_add, dropout
     from fds.kernels.elementwise import adamw, lion, sgd
@@ -37,6 +38,7 @@ __getattr__, __dir__ = lazily(__name__, {
     "fds.kernels.scaled_dot_product": "attention",
     "fds.kernels.softmax": "masked_softmax",
     "fds.kernels.sparse": "sparse_attention",
+    "fds.kernels.block_selection": "BlockSelection select_blocks",
     "fds.kernels.choice": "chosen explained only prefer_triton",
     "fds.kernels.token_loss": "cross_entropy",
     "fds.kernels.head_loss": "linear_cross_entropy",
@@ -50,9 +52,9 @@ __getattr__, __dir__ = lazily(__name__, {
 })
 
 __all__ = [
-    "add_layer_norm", "add_rms_norm", "adamw", "attention", "bias_dropout_add", "bias_gelu", "bias_gelu_linear",
-    "chosen", "cross_entropy", "dequantize", "dropout", "explained", "fake_quantize", "flash_attention", "lamb",
-    "layer_norm", "linear_cross_entropy", "lion", "masked_softmax", "only", "pack_signs", "prefer_triton", "quantize",
-    "rms_norm", "rotary", "sgd", "sign_bits", "signs_of", "sparse_attention", "sum_messages", "swiglu",
-    "unpack_signs",
+    "BlockSelection", "add_layer_norm", "add_rms_norm", "adamw", "attention", "bias_dropout_add", "bias_gelu",
+    "bias_gelu_linear", "chosen", "cross_entropy", "dequantize", "dropout", "explained", "fake_quantize",
+    "flash_attention", "lamb", "layer_norm", "linear_cross_entropy", "lion", "masked_softmax", "only",
+    "pack_signs", "prefer_triton", "quantize", "rms_norm", "rotary", "select_blocks", "sgd", "sign_bits",
+    "signs_of", "sparse_attention", "sum_messages", "swiglu", "unpack_signs",
 ]

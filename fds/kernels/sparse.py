@@ -1,14 +1,15 @@
-"""Attention over the blocks that a layout lists, forward and backward, in memory of what is listed.
+"""Attention over the blocks that a layout or a selection lists, forward and backward, in memory of what is listed.
 
 q (B, H, S, D), k and v (B, G, S, D), where G divides H and head h reads keys and values h // (H / G)::
 
-    s = scale * q k^T + bias + relative_bias     -inf where masked, or in no listed block
+    s = scale * q k^T + bias + relative_bias     -inf where masked, in no listed block, or in none that i chose
     p = exp(s - lse)      lse = log(sum_j exp(s_ij))      out = (p * keep / (1 - ratio)) v
 
 Triton kernels (fds.kernels.sparse_forward, sparse_backward) run where they are chosen, the reference
 (fds.kernels.sparse_rows) elsewhere and for the gradient of a bias. The mask `keep` of dropout is that of
 `flash_attention` for the same seed: the Philox mask of (B * H * S, S).
-Saves: q, k, v, masks and seed as given, out, and in the kernels lse (B, H, S) float32 in base 2.
+Saves: q, k, v, masks, choices and seed as given, and in the kernels out, and lse (B, H, S) float32 in base 2.
+A layout reaches an operator as a number (`AttentionLayout.key`), so that a compiled graph holds no list of indices.
 
 Sources: Child et al. 2019, arXiv:1904.10509 (block-sparse attention); those of fds.kernels.flash.
 """
@@ -25,8 +26,10 @@ from fds.attention_layouts import AttentionLayout
 from fds.errors import KernelError, is_a
 from fds.kernels import arguments, philox, sparse_backward, sparse_forward, sparse_lists, sparse_rows
 from fds.kernels.arguments import positive
+from fds.kernels.block_selection import BlockSelection
 from fds.kernels.choice import is_demanded, runs_triton
 from fds.kernels.flash_blocks import LEAST_BIAS
+from fds.kernels.language import cdiv
 from fds.kernels.operators import Function, first_order
 
 MOST_BYTES = 512  # of a row of q that fits into a block of the kernels
@@ -35,19 +38,21 @@ MOST_BYTES = 512  # of a row of q that fits into a block of the kernels
 class _Rows(Function):
     @staticmethod
     def forward(*args) -> Tensor:
-        return sparse_rows.forward(*args)
+        return sparse_rows.forward(*args[:9], _key(args[9]), *args[10:])
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs[:8], output, inputs[8])
-        ctx.options = inputs[9:]
+        ctx.save_for_backward(*inputs[:9])
+        ctx.layout, ctx.options = inputs[9], inputs[10:]  # the layout, that it stays as long as backward needs it
 
     @staticmethod
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
         wants = [bool(ctx.needs_input_grad[i]) for i in (4, 5)]
-        dq, dk, dv, *tables = first_order(sparse_rows.backward, dout, *ctx.saved_tensors, *ctx.options, *wants)
+        dq, dk, dv, *tables = first_order(
+            sparse_rows.backward, dout, *ctx.saved_tensors, _key(ctx.layout), *ctx.options, *wants
+        )
         dbias, ddistances = (x if is_wanted else None for x, is_wanted in zip(tables, wants, strict=True))
-        return dq, dk, dv, None, dbias, ddistances, *[None] * 10
+        return dq, dk, dv, None, dbias, ddistances, *[None] * 11
 
 
 class _Listed(Function):
@@ -55,29 +60,34 @@ class _Listed(Function):
 
     @staticmethod
     def forward(*args) -> tuple[Tensor, Tensor]:
-        return sparse_forward.forward(*args)
+        return sparse_forward.forward(*args[:9], _key(args[9]), *args[10:])
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs[:13], *output)
+        ctx.save_for_backward(*inputs[:9], *output)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # or zeros would be made for lse
-        ctx.options = inputs[13:]
+        ctx.layout, ctx.options = inputs[9], inputs[10:]
 
     @staticmethod
     def backward(ctx, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return (None,) * 18
-        return *first_order(sparse_backward.backward, dout, *ctx.saved_tensors, *ctx.options), *[None] * 15
+            return (None,) * 16
+        grads = first_order(sparse_backward.backward, dout, *ctx.saved_tensors, _key(ctx.layout), *ctx.options)
+        return *grads, *[None] * 13
+
+
+def _key(layout: AttentionLayout | None) -> int:
+    return 0 if layout is None else layout.key
 
 
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, *, causal: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout | BlockSelection, *, causal: bool = False,
     key_padding: Tensor | None = None, bias: Tensor | None = None, relative_bias: Tensor | None = None,
     documents: Tensor | None = None, scale: float | None = None, p: float = 0.0, seed: int | Tensor | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """Return softmax(scale * q k^T + bias) v, (B, H, S, D), over the blocks that a layout lists.
+    """Return softmax(scale * q k^T + bias) v, (B, H, S, D), over the blocks that are listed.
 
     Time and memory are those of the listed blocks, in backward too, on any device. A query that sees no key gives
     zeros, and zero gradients.
@@ -86,7 +96,7 @@ def sparse_attention(
         q: (B, H, S, D) float32, float16, bfloat16 or float64, of any strides.
         k: (B, G, S, D) of q's dtype, where G divides H: query head h reads key head h // (H / G).
         v: as k.
-        layout: of H heads, or of one for all; S tokens end in its last block.
+        layout: of H heads, or of one for all; S tokens end in its last block. Or what `select_blocks` chose.
         causal: whether a token sees none that follow it: later blocks are left out, a token's own is masked.
         key_padding: (B, S) bool, False where a key is padding.
         bias: floating, added to the scores, or bool, True where a key is seen; broadcastable to (B, H, S, S). Values
@@ -100,13 +110,24 @@ def sparse_attention(
         offset: index of the mask among those of one seed.
 
     Under autocast q, k and v are cast as by torch's attention. Raises `KernelError` for any other dtype, shape or
-    device, a layout of other heads or tokens, p outside [0, 1), and dropout without a seed or in blocks that 4 does not
-    divide.
+    device, a layout or selection of other heads or tokens, p outside [0, 1), and dropout without a seed or in blocks
+    that 4 does not divide.
     """
     q, k, v = arguments.as_products_cast(q, k, v)
     arguments.attention(q, k, v, key_padding, None, scale, p, documents)
-    layout = _checked(layout, q, k, p)
-    blocks, block, wide = layout.blocks, layout.block, arguments.width(q)
+    if k.shape[2] != q.shape[2]:
+        got = f"{k.shape[2]} keys, {q.shape[2]} queries"
+        raise KernelError("sparse attention is self-attention", where="k", got=got, want="as many")
+    if isinstance(layout, BlockSelection):
+        layout.check(q)
+        chosen, block, together, listed = layout.chosen, layout.block, layout.together, None
+    else:
+        _check_layout(layout, q)
+        chosen, block, together, listed = None, layout.block, 0, layout
+    if p and block % 4:
+        raise KernelError(
+            "dropout draws for 4 keys at a time", where="layout.block", got=str(block), want="a multiple of 4"
+        )
     bias = None if bias is None else _check_bias(bias, q)
     relative_bias = None if relative_bias is None else _check_relative_bias(relative_bias, q)
     if not q.numel():
@@ -120,19 +141,18 @@ def sparse_attention(
         if bias is not None and bias.dtype == torch.bool:
             bias = torch.zeros(bias.shape, device=q.device).masked_fill(~bias, -math.inf)
         return _Listed.apply(
-            q, k, v, key_padding, bias, relative_bias, seed, documents,
-            *sparse_lists.lists(layout, bool(causal), q.device), block, bool(causal), factor, float(p), offset,
+            q, k, v, key_padding, bias, relative_bias, seed, documents, chosen, listed, block, together, bool(causal),
+            factor, float(p), offset,
         )[0]
-    table, sizes = sparse_rows.batches(layout, bool(causal), q.device)
-    tables, bias_sizes = None, [1, 1, 1, 1]
+    tables, bias_sizes, distances = None, [1, 1, 1, 1], None
+    wide, blocks = arguments.width(q), cdiv(q.shape[2], block)
     if bias is not None:
         tables, bias_sizes = _bias_blocks(bias, wide, blocks, block)
-    distances = None
     if relative_bias is not None:
         distances = _distance_blocks(relative_bias, wide, blocks, block)
     return _Rows.apply(
-        q, k, v, key_padding, tables, distances, seed, documents, table, sizes, bias_sizes, block, bool(causal), factor,
-        float(p), offset,
+        q, k, v, key_padding, tables, distances, seed, documents, chosen, listed, bias_sizes, block, together,
+        bool(causal), factor, float(p), offset,
     )
 
 
@@ -154,19 +174,13 @@ def _kernel_runs(q: Tensor, block: int, bias: Tensor | None, relative_bias: Tens
     return not obstacles
 
 
-def _checked(layout: AttentionLayout, q: Tensor, k: Tensor, p: float) -> AttentionLayout:
-    """Return the layout with as many heads as q. Raises `KernelError` where it does not fit."""
-    (_, heads, tokens, _), want = q.shape, "fds.attention_layouts.AttentionLayout"
+def _check_layout(layout: AttentionLayout, q: Tensor) -> None:
+    """Raise `KernelError` where a layout does not fit q."""
+    (_, heads, tokens, _), want = q.shape, "an AttentionLayout, or a BlockSelection"
     if not is_a(layout, AttentionLayout):
         hint = "AttentionLayout.from_dense(array, block=) makes one of DeepSpeed's"
         raise KernelError("not a layout", where="layout", got=type(layout).__name__, want=want, hint=hint)
-    if k.shape[2] != tokens:
-        raise KernelError(
-            "sparse attention is self-attention", where="k", got=f"{k.shape[2]} keys, {tokens} queries", want="as many"
-        )
-    if layout.num_heads == 1:
-        layout = AttentionLayout(layout.patterns, (0,) * heads, layout.block)
-    if layout.num_heads != heads or heads == 0:
+    if layout.num_heads not in (1, heads) or heads == 0:
         raise KernelError(
             "the layout has other heads than q", where="layout", got=f"{layout.num_heads} heads of the layout",
             want=f"{heads}, as q has, or 1",
@@ -178,11 +192,6 @@ def _checked(layout: AttentionLayout, q: Tensor, k: Tensor, p: float) -> Attenti
             "the layout is of another length than q", where="layout", got=f"{layout!r}, {tokens} tokens",
             want=f"{blocks} blocks of {layout.block} tokens", hint=shorter,
         )
-    if p and layout.block % 4:
-        raise KernelError(
-            "dropout draws for 4 keys at a time", where="layout.block", got=str(layout.block), want="a multiple of 4"
-        )
-    return layout
 
 
 def _check_bias(bias: Tensor, q: Tensor) -> Tensor:

@@ -27,7 +27,18 @@ from fds.kernels.flash_blocks import (
 from fds.kernels.language import cdiv, fitting, jit, on, tl
 from fds.kernels.operators import operator
 from fds.kernels.philox import keep
-from fds.kernels.sparse_lists import COUNTS, by_distance, fitted, kind, listed_range, listed_start, shared
+from fds.kernels.sparse_lists import (
+    COUNTS,
+    by_column,
+    by_distance,
+    by_row,
+    fitted,
+    is_chosen,
+    kind,
+    listed_range,
+    listed_start,
+    shared,
+)
 
 # As fds.kernels.sparse_forward.LAUNCH. Of the kernel over queries ...
 OVER_QUERIES = {
@@ -49,13 +60,15 @@ OVER_KEYS = {
 
 @jit(do_not_specialize=COUNTS)
 def _queries_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr, heads_ptr, starts_ptr, columns_ptr,
+    dout_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr, lists_ptr, starts_ptr, columns_ptr, chosen_ptr,
     key_padding_ptr, bias_ptr, relative_ptr, seed_ptr, query_documents_ptr, key_documents_ptr, dout_strides, q_strides,
     k_strides, v_strides, out_strides, key_padding_strides, bias_strides, relative_strides, query_documents_strides,
-    key_documents_strides, num_heads, num_queries, num_keys, num_blocks, scale, offset, threshold, kept_scale,
+    key_documents_strides, num_heads, num_queries, num_keys, num_blocks, num_lists, scale, offset, threshold,
+    kept_scale,
     CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, BIAS: tl.constexpr,
-    RELATIVE: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
+    RELATIVE: tl.constexpr, DROPOUT: tl.constexpr, MOST: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     PARTS: tl.constexpr = BLOCK // KEYS
     num_tiles = tl.cdiv(num_queries, QUERIES)
@@ -64,7 +77,7 @@ def _queries_kernel(
     h = bh % num_heads
     first = tl.program_id(0) % num_tiles * QUERIES
     i = first + tl.arange(0, QUERIES)
-    begin, end = listed_range(heads_ptr, starts_ptr, h, first // BLOCK, num_blocks, PARTS)
+    begin, end = listed_range(lists_ptr, starts_ptr, bh % num_lists, first // BLOCK, num_blocks, PARTS)
 
     q = load_rows(q_ptr, b, h, first, q_strides, num_queries, D, QUERIES, BLOCK_D)
     dout = load_rows(dout_ptr, b, h, first, dout_strides, num_queries, D, QUERIES, BLOCK_D)
@@ -92,6 +105,9 @@ def _queries_kernel(
             key_padding_strides, query_documents_ptr, query_documents_strides, key_documents_ptr,
             key_documents_strides, CAUSAL, True, HAS_PADDING, HAS_DOCUMENTS,
         )
+        if MOST:
+            seen = is_chosen(chosen_ptr, bh, i, start // BLOCK, num_queries, MOST, TOGETHER)
+            weights = tl.where(seen[:, None], weights, 0.0)
         v = load_rows(v_ptr, b, h // GROUP, start, v_strides, num_keys, D, KEYS, BLOCK_D)
         dweights = dot(dout, tl.trans(v), None)
         if DROPOUT:
@@ -104,13 +120,15 @@ def _queries_kernel(
 
 @jit(do_not_specialize=COUNTS)
 def _keys_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, heads_ptr, starts_ptr, rows_ptr,
+    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, lists_ptr, starts_ptr, rows_ptr, chosen_ptr,
     key_padding_ptr, bias_ptr, relative_ptr, seed_ptr, query_documents_ptr, key_documents_ptr, dout_strides, q_strides,
     k_strides, v_strides, key_padding_strides, bias_strides, relative_strides, query_documents_strides,
-    key_documents_strides, num_heads, num_queries, num_keys, num_blocks, scale, offset, threshold, kept_scale,
+    key_documents_strides, num_heads, num_queries, num_keys, num_blocks, num_lists, scale, offset, threshold,
+    kept_scale,
     CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, BIAS: tl.constexpr,
-    RELATIVE: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
+    RELATIVE: tl.constexpr, DROPOUT: tl.constexpr, MOST: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     PARTS: tl.constexpr = BLOCK // QUERIES
     num_tiles = tl.cdiv(num_keys, KEYS)
@@ -127,8 +145,8 @@ def _keys_kernel(
     dv = tl.zeros([KEYS, BLOCK_D], tl.float32)
     for member in range(GROUP):
         h = g * GROUP + member
-        of_head = (b * num_heads + h) * num_queries
-        begin, end = listed_range(heads_ptr, starts_ptr, h, first // BLOCK, num_blocks, PARTS)
+        bh = b * num_heads + h
+        begin, end = listed_range(lists_ptr, starts_ptr, bh % num_lists, first // BLOCK, num_blocks, PARTS)
         for part in range(begin, end):
             start = listed_start(rows_ptr, part, BLOCK, PARTS, QUERIES)
             i = start + tl.arange(0, QUERIES)
@@ -151,9 +169,12 @@ def _keys_kernel(
                 key_padding_ptr, key_padding_strides, query_documents_ptr, query_documents_strides,
                 key_documents_ptr, key_documents_strides, CAUSAL, False, HAS_PADDING, HAS_DOCUMENTS,
             )
+            if MOST:
+                seen = is_chosen(chosen_ptr, bh, i, first // BLOCK, num_queries, MOST, TOGETHER)
+                weights = tl.where(seen[None, :], weights, 0.0)
             dropped = weights
             if DROPOUT:
-                kept = tl.trans(keep(tl.load(seed_ptr), offset, of_head + i, first, threshold, KEYS))
+                kept = tl.trans(keep(tl.load(seed_ptr), offset, bh * num_queries + i, first, threshold, KEYS))
                 dropped = tl.where(kept, weights, 0.0)
             dv = dot(dropped.to(dout.dtype), dout, dv)
             dweights = dot(v, tl.trans(dout), None)
@@ -168,28 +189,29 @@ def _keys_kernel(
 @operator("sparse_attention_backward", lambda dout, q, k, v, *_: (empty_rows(q), empty_rows(k), empty_rows(v)))
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, bias: Tensor | None,
-    relative_bias: Tensor | None, seed: Tensor | None, documents: Tensor | None, heads: Tensor, starts: Tensor,
-    columns: Tensor, column_starts: Tensor, rows: Tensor, out: Tensor, lse: Tensor, block: int, causal: bool,
-    scale: float, p: float, offset: int,
+    relative_bias: Tensor | None, seed: Tensor | None, documents: Tensor | None, chosen: Tensor | None, out: Tensor,
+    lse: Tensor, layout: int, block: int, together: int, causal: bool, scale: float, p: float, offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv."""
     dq, dk, dv, delta, d = empty_rows(q), empty_rows(k), empty_rows(v), empty_numbers(q), q.shape[3]
+    lists, starts, columns = by_row(q, chosen, layout, block, together, causal)
     if not columns.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     dout, q, k, v, out = in_vectors(dout), in_vectors(q), in_vectors(k), in_vectors(v), in_vectors(out)
     both = shared(
-        q, k, d, key_padding, bias, relative_bias, seed, documents, heads, starts.shape[1] - 1, causal, scale, p,
+        q, k, d, key_padding, bias, relative_bias, seed, documents, chosen, lists, block, together, causal, scale, p,
         offset,
     )
     with on(q):
         row = fitted(fitting(OVER_QUERIES[kind(q)], q.device), block)
         _queries_kernel[(q.shape[0] * q.shape[1] * cdiv(q.shape[2], row["QUERIES"]),)](
-            lse_ptr=lse, delta_ptr=delta, dq_ptr=dq, starts_ptr=starts, columns_ptr=columns,
+            lse_ptr=lse, delta_ptr=delta, dq_ptr=dq, lists_ptr=lists, starts_ptr=starts, columns_ptr=columns,
             **operands(row, "dout q out", dout=dout, q=q, k=k, v=v, out=out), **both, **row,
         )
         row = fitted(fitting(OVER_KEYS[kind(q)], q.device), block)
+        lists, starts, rows = by_column(q, chosen, layout, block, together, causal)
         _keys_kernel[(k.shape[0] * k.shape[1] * cdiv(k.shape[2], row["KEYS"]),)](
-            lse_ptr=lse, delta_ptr=delta, dk_ptr=dk, dv_ptr=dv, starts_ptr=column_starts, rows_ptr=rows,
+            lse_ptr=lse, delta_ptr=delta, dk_ptr=dk, dv_ptr=dv, lists_ptr=lists, starts_ptr=starts, rows_ptr=rows,
             **operands(row, "dout q", dout=dout, q=q, k=k, v=v), **both, **row,
         )
     return dq, dk, dv

@@ -27,7 +27,17 @@ from fds.kernels.flash_blocks import (
 from fds.kernels.language import cdiv, fitting, jit, on, tl
 from fds.kernels.operators import operator
 from fds.kernels.philox import keep
-from fds.kernels.sparse_lists import COUNTS, by_distance, fitted, kind, listed_range, listed_start, shared
+from fds.kernels.sparse_lists import (
+    COUNTS,
+    by_distance,
+    by_row,
+    fitted,
+    is_chosen,
+    kind,
+    listed_range,
+    listed_start,
+    shared,
+)
 
 # By (columns, bytes per element) and KiB of shared memory: queries and keys at once, as far as a block has as many.
 # Derived, not measured: the largest that spill no registers on sm_90.
@@ -42,13 +52,15 @@ LAUNCH = {
 
 @jit(do_not_specialize=COUNTS)
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, heads_ptr, starts_ptr, columns_ptr, key_padding_ptr, bias_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, lists_ptr, starts_ptr, columns_ptr, chosen_ptr, key_padding_ptr, bias_ptr,
     relative_ptr, seed_ptr, query_documents_ptr, key_documents_ptr,
     q_strides, k_strides, v_strides, key_padding_strides, bias_strides, relative_strides, query_documents_strides,
-    key_documents_strides, num_heads, num_queries, num_keys, num_blocks, scale, offset, threshold, kept_scale,
+    key_documents_strides, num_heads, num_queries, num_keys, num_blocks, num_lists, scale, offset, threshold,
+    kept_scale,
     CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, BIAS: tl.constexpr,
-    RELATIVE: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
+    RELATIVE: tl.constexpr, DROPOUT: tl.constexpr, MOST: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     PARTS: tl.constexpr = BLOCK // KEYS
     num_tiles = tl.cdiv(num_queries, QUERIES)
@@ -57,7 +69,7 @@ def _forward_kernel(
     h = bh % num_heads
     first = tl.program_id(0) % num_tiles * QUERIES
     i = first + tl.arange(0, QUERIES)
-    begin, end = listed_range(heads_ptr, starts_ptr, h, first // BLOCK, num_blocks, PARTS)
+    begin, end = listed_range(lists_ptr, starts_ptr, bh % num_lists, first // BLOCK, num_blocks, PARTS)
 
     q = load_rows(q_ptr, b, h, first, q_strides, num_queries, D, QUERIES, BLOCK_D)
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -81,6 +93,9 @@ def _forward_kernel(
             key_padding_strides, query_documents_ptr, query_documents_strides, key_documents_ptr,
             key_documents_strides, CAUSAL, True, HAS_PADDING, HAS_DOCUMENTS,
         )
+        if MOST:
+            seen = is_chosen(chosen_ptr, bh, i, start // BLOCK, num_queries, MOST, TOGETHER)
+            scores = tl.where(seen[:, None], scores, float("-inf"))
         now = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(now == float("-inf"), 0.0, now)  # no key yet
         shrink = tl.exp2(highest - base)
@@ -103,22 +118,23 @@ def _forward_kernel(
 @operator("sparse_attention", lambda q, *_: (empty_rows(q), empty_numbers(q)))
 def forward(
     q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, bias: Tensor | None, relative_bias: Tensor | None,
-    seed: Tensor | None, documents: Tensor | None, heads: Tensor, starts: Tensor, columns: Tensor,
-    column_starts: Tensor, rows: Tensor, block: int, causal: bool, scale: float, p: float, offset: int,
+    seed: Tensor | None, documents: Tensor | None, chosen: Tensor | None, layout: int, block: int, together: int,
+    causal: bool, scale: float, p: float, offset: int,
 ) -> tuple[Tensor, Tensor]:
     """Return out, and lse in base 2."""
     out, lse, d = empty_rows(q), empty_numbers(q), q.shape[3]
+    lists, starts, columns = by_row(q, chosen, layout, block, together, causal)
     if not columns.numel():
         return out.zero_(), lse.fill_(math.inf)
     q, k, v = in_vectors(q), in_vectors(k), in_vectors(v)
     row = fitted(fitting(LAUNCH[kind(q)], q.device), block)
     with on(q):
         _forward_kernel[(q.shape[0] * q.shape[1] * cdiv(q.shape[2], row["QUERIES"]),)](
-            out_ptr=out, lse_ptr=lse, starts_ptr=starts, columns_ptr=columns,
+            out_ptr=out, lse_ptr=lse, lists_ptr=lists, starts_ptr=starts, columns_ptr=columns,
             **operands(row, "q", q=q, k=k, v=v),
             **shared(
-                q, k, d, key_padding, bias, relative_bias, seed, documents, heads, starts.shape[1] - 1, causal, scale,
-                p, offset,
+                q, k, d, key_padding, bias, relative_bias, seed, documents, chosen, lists, block, together, causal,
+                scale, p, offset,
             ),
             **row,
         )

@@ -1,11 +1,11 @@
 """Attention over listed blocks in plain torch, in memory of what is listed: the reference of `sparse_attention`.
 
-A row is a block of queries of a head; it sees the listed blocks of keys. Rows that list about as many are gathered, and
-multiplied as a batch, some at a time, so that what is gathered stays in the cache. With the notation of
-fds.kernels.flash, for a row and its keys::
+A row is a block of queries of a head; it sees the blocks of keys that its list names. Rows are taken by the lengths of
+their lists, gathered, and multiplied as a batch, some at a time, so that what is gathered stays in the cache. With the
+notation of fds.kernels.flash, for a row and its keys::
 
     s = scale * q k^T + bias       p = softmax(s)         out = (p * keep * c) v       c = 1 / (1 - ratio)
-    ds = p * (keep * c * dout v^T - delta)                dq = scale * ds k
+    ds = p * (dp - sum(p * dp))    dp = keep * c * dout v^T                            dq = scale * ds k
     dk and dv are summed over the rows that list a block, in the order of rows: results are deterministic.
 
 Rows without a key give zeros. All is computed in float32, or in float64.
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from fds.attention_layouts import AttentionLayout
-from fds.kernels import arguments, philox
+from fds.attention_layouts.layout import by_key
+from fds.kernels import arguments, philox, sparse_lists
 from fds.kernels.flash_blocks import empty_rows
 from fds.kernels.language import cdiv
 from fds.kernels.operators import operator
@@ -31,73 +32,96 @@ from fds.kernels.operators import operator
 GATHERED = 2**19  # numbers of the keys that are gathered at once: 2 MB, of a cache
 
 
-@torch._disable_dynamo  # NumPy makes it, once
-@functools.lru_cache(maxsize=32)
-def batches(layout: AttentionLayout, causal: bool, device: torch.device) -> tuple[Tensor, list[int]]:
-    """Return rows that list about as many blocks, batch after batch, as one int64 tensor, and the sizes of its parts.
+@attrs.frozen
+class Rows:
+    """The rows that list something, the shortest lists first, and in which parts they are taken.
 
-    The sizes are, of each batch: rows, heads' rows, most columns of a row, whether a row lists fewer. Its parts: heads
-    (n,) and rows (n,) of its members, where their columns are listed (n,), and columns (m, most), of which the unused
-    ones are `blocks`.
+    Attributes:
+        lists: (H,) or (B * H,), starts (lists, blocks + 1), columns: as `sparse_lists.by_row` returns them.
+        at: (n,) int64, of each row (b * H + h) * blocks + r.
+        parts: of each part how many rows, and the fewest and the most columns that one of them lists.
     """
-    if causal:
-        layout = layout.causal()
-    parts: list[np.ndarray] = []
-    sizes: list[int] = []
-    blocks = layout.blocks
-    heads_of = [np.flatnonzero(np.array(layout.heads) == i) for i in range(len(layout.patterns))]
-    for pattern, heads in zip(layout.patterns, heads_of, strict=True):
-        counts = np.diff(pattern.starts)
-        # Rounded up to three leading bits of the count: at most an eighth of what is gathered is in vain.
-        step = 2 ** np.maximum(np.floor(np.log2(np.maximum(counts, 1))) - 3, 0).astype(np.int64)
-        rounded = -(-counts // step) * step
-        for size in np.unique(rounded[counts > 0]):
-            rows = np.flatnonzero((rounded == size) & (counts > 0))
-            most = int(counts[rows].max())
-            within = np.arange(most)
-            at = pattern.starts[rows][:, None] + within
-            is_listed = within < counts[rows][:, None]
-            columns = np.where(is_listed, pattern.columns[np.where(is_listed, at, 0)], blocks)
-            n = len(rows) * len(heads)
-            which = np.tile(np.arange(len(rows)), len(heads))
-            parts += [np.repeat(heads, len(rows)), rows[which], which, columns.ravel()]
-            sizes += [len(rows), n, most, int(not is_listed.all())]
-    flat = np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)
-    return torch.from_numpy(flat).to(device), sizes
+
+    lists: Tensor
+    starts: Tensor
+    columns: Tensor
+    at: Tensor
+    parts: list[tuple[int, int, int]]
+
+
+@functools.lru_cache(maxsize=32)
+def rows_of_layout(
+    layout: AttentionLayout, batch: int, heads: int, causal: bool, gathered: int, device: torch.device
+) -> Rows:
+    """Return the rows of a layout, in parts of at most so many columns."""
+    return _in_parts(sparse_lists.of_layout(layout, heads, causal, False, device), batch * heads, gathered)
+
+
+def rows_of_selection(q: Tensor, chosen: Tensor, block: int, together: int, causal: bool, gathered: int) -> Rows:
+    """Return the rows of a selection likewise."""
+    lists = sparse_lists.by_row(q, chosen, 0, block, together, causal)
+    num, blocks = q.shape[0] * q.shape[1], cdiv(q.shape[2], block)
+    if q.device.type == "cpu":
+        return _in_parts(lists, num, gathered)
+    most = len(lists[2]) // (num * blocks)  # the host waits for no number: a row may list as many as there is room for
+    n = max(1, gathered // most)
+    parts = [(min(n, num * blocks - first), 0, most) for first in range(0, num * blocks, n)]
+    return Rows(*lists, torch.arange(num * blocks, device=q.device), parts)
+
+
+def _in_parts(lists: tuple[Tensor, Tensor, Tensor], heads: int, gathered: int) -> Rows:
+    counts = lists[1].diff(dim=1).cpu().numpy()[np.resize(lists[0].cpu().numpy(), heads)]
+    together = max(1, gathered // counts.shape[1])  # heads whose keys stay in the cache
+    rows: list[np.ndarray] = []
+    parts: list[tuple[int, int, int]] = []
+    for head in range(0, heads, together):
+        of_heads = counts[head : head + together].ravel()
+        order = np.argsort(of_heads, kind="stable")[np.count_nonzero(of_heads == 0) :]
+        rows.append(order + head * counts.shape[1])
+        of_heads, first = of_heads[order], 0
+        while first < len(order):
+            least = int(of_heads[first])
+            # at most an eighth of what is gathered is in vain
+            last = int(np.searchsorted(of_heads, least + least // 8, "right"))
+            last = min(last, first + max(1, gathered // int(of_heads[last - 1])))
+            parts.append((last - first, least, int(of_heads[last - 1])))
+            first = last
+    return Rows(*lists, torch.from_numpy(np.concatenate(rows)).to(lists[0].device), parts)
 
 
 @attrs.frozen
 class Inputs:
-    """What all rows are gathered from: blocks of q, k and v, and of what masks.
+    """What rows are gathered from: blocks of q, k and v, and of what masks.
 
     Attributes:
         q: (B * H * blocks, block, D).
-        k: (B * G * slots, block * D), with a block of zeros for columns that are not used, where there are such.
+        k: (B * G * blocks, block * D).
         v: as k.
-        hidden: (B * (blocks + 1), block) bool, True of keys that no query sees.
-        has_hidden: whether there are such among the listed ones.
+        rows: which there are, and what they list.
+        hidden: (B * blocks, block) bool, True of keys that no query sees; None where there are none.
         hides: whether a query may see no key of the listed blocks.
-        documents: (B, blocks + 1, block), or None.
+        documents: (B * blocks, block), or None.
         bias: (x, rows, columns) a block of the bias each, or None; `bias_sizes` says how they are numbered.
         distances: (x, block, block) likewise, of the bias by distance.
+        chosen: (B * H * blocks, block / together, most) what tokens choose of what their row lists, or None.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    hidden: Tensor
-    has_hidden: bool
+    rows: Rows
+    hidden: Tensor | None
     hides: bool
     documents: Tensor | None
     bias: Tensor | None
     distances: Tensor | None
     bias_sizes: list[int]
+    chosen: Tensor | None
     seed: Tensor | None
     heads: int
     key_heads: int
     tokens: int
     blocks: int
-    slots: int
     block: int
     causal: bool
     scale: float
@@ -111,23 +135,25 @@ class Batch:
 
     Attributes:
         inputs: from which they are gathered.
+        at: (n,) in q.
         batch: (n,) of each row.
         heads: (n,).
         rows: (n,).
-        columns: (n, most).
-        at: (n,) in q.
+        columns: (n, most), of which those from `counts` on repeat the last.
+        counts: (n,) how many are listed.
+        least: the fewest of them.
         keys: (n * most,) in k and v.
-        is_padded: whether some columns are not used.
     """
 
     inputs: Inputs
+    at: Tensor
     batch: Tensor
     heads: Tensor
     rows: Tensor
     columns: Tensor
-    at: Tensor
+    counts: Tensor
+    least: int
     keys: Tensor
-    is_padded: bool
 
     def queries(self) -> Tensor:
         """Return the queries, (n, block, D), times the scale."""
@@ -139,26 +165,32 @@ class Batch:
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the scores (n, block, most * block) of q (n, block, D), -inf where a query does not see a key."""
-        x, n = self.inputs, len(self.rows)
+        x, (n, most) = self.inputs, self.columns.shape
         scores = q @ k.mT
-        by_block = scores.view(n, x.block, -1, x.block)
+        by_block = scores.view(n, x.block, most, x.block)
         for table, indices in ((x.bias, self.bias_indices), (x.distances, self.distance_indices)):
             if table is not None:
                 of_rows = table.index_select(0, indices().flatten())
                 by_block += of_rows.view(n, -1, *table.shape[1:]).transpose(1, 2)
-        if x.has_hidden or self.is_padded:
-            hidden = x.hidden.index_select(0, (self.batch[:, None] * (x.blocks + 1) + self.columns).flatten())
-            scores.masked_fill_(hidden.view(n, 1, -1), -math.inf)
+        if self.least < most:
+            place = torch.arange(self.least, most, device=scores.device)
+            by_block[:, :, self.least :].masked_fill_((place >= self.counts[:, None])[:, None, :, None], -math.inf)
+        if x.hidden is not None:
+            scores.masked_fill_(x.hidden.index_select(0, self.token_blocks().flatten()).view(n, 1, -1), -math.inf)
         if x.documents is not None:
-            of_queries = x.documents[self.batch, self.rows]
-            of_keys = x.documents[self.batch[:, None], self.columns].view(n, 1, -1)
+            of_queries = x.documents.index_select(0, self.batch * x.blocks + self.rows)
+            of_keys = x.documents.index_select(0, self.token_blocks().flatten()).view(n, 1, -1)
             scores.masked_fill_(of_queries[:, :, None] != of_keys, -math.inf)
-        if x.causal:  # columns after a row's own are not listed
-            is_own = self.columns == self.rows[:, None]
-            place, each = is_own.to(torch.uint8).argmax(1), torch.arange(n, device=scores.device)
+        if x.chosen is not None:
+            chosen = x.chosen.index_select(0, self.at)
+            unseen = (chosen[:, :, None] != self.columns[:, None, :, None]).all(-1)
+            by_choice = scores.view(n, chosen.shape[1], -1, most, x.block)
+            by_choice.masked_fill_(unseen[:, :, None, :, None], -math.inf)
+        if x.causal:  # the last column that a row lists is its own, or comes before it
+            last, each = self.counts - 1, torch.arange(n, device=scores.device)
             later = torch.ones(x.block, x.block, dtype=torch.bool, device=scores.device).triu(1)
-            hidden = later & is_own.any(1)[:, None, None]
-            by_block[each, :, place] = by_block[each, :, place].masked_fill(hidden, -math.inf)
+            hidden = later & (self.columns[each, last] == self.rows)[:, None, None]
+            by_block[each, :, last] = by_block[each, :, last].masked_fill(hidden, -math.inf)
         return scores
 
     def weights(self, q: Tensor, k: Tensor) -> Tensor:
@@ -168,6 +200,10 @@ class Batch:
             return scores.softmax(-1)  # a row lists a block, of which a query sees a key at least
         unseen = scores.amax(-1, keepdim=True) == -math.inf
         return scores.masked_fill_(unseen, 0.0).softmax(-1).masked_fill_(unseen, 0.0)
+
+    def token_blocks(self) -> Tensor:
+        """Return which blocks of the batch's tokens the columns are, (n, most)."""
+        return self.batch[:, None] * self.inputs.blocks + self.columns
 
     def bias_indices(self) -> Tensor:
         """Return the blocks of the bias of each row and column, (n, most)."""
@@ -181,7 +217,7 @@ class Batch:
         x = self.inputs
         many = 2 * x.blocks - 1
         heads = 0 if x.distances is not None and len(x.distances) == many else self.heads[:, None] * many
-        return heads + (self.columns.clamp(max=x.blocks - 1) - self.rows[:, None] + x.blocks - 1)
+        return heads + (self.columns - self.rows[:, None] + x.blocks - 1)
 
     def kept(self, like: Tensor) -> Tensor | None:
         """Return the factors of dropout, (n, block, most * block); None without dropout."""
@@ -198,22 +234,31 @@ class Batch:
 
 def _inputs(
     q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, bias: Tensor | None, distances: Tensor | None,
-    seed: Tensor | None, documents: Tensor | None, sizes: list[int], bias_sizes: list[int], block: int, causal: bool,
-    scale: float, p: float, offset: int,
+    seed: Tensor | None, documents: Tensor | None, chosen: Tensor | None, layout: int, bias_sizes: list[int],
+    block: int, together: int, causal: bool, scale: float, p: float, offset: int,
 ) -> Inputs:
-    (b, h, tokens, _), blocks = q.shape, cdiv(q.shape[2], block)
-    hidden = q.new_ones(b, (blocks + 1) * block, dtype=torch.bool)
-    hidden[:, :tokens] = False if key_padding is None else ~key_padding
+    (b, h, tokens, d), blocks = q.shape, cdiv(q.shape[2], block)
+    missing = blocks * block - tokens
+    hidden = None
+    if key_padding is not None or missing:
+        hidden = q.new_ones(b, blocks * block, dtype=torch.bool)
+        hidden[:, :tokens] = False if key_padding is None else ~key_padding
+        hidden = hidden.view(-1, block)
     if documents is not None:
-        documents = torch.nn.functional.pad(documents, (0, (blocks + 1) * block - tokens)).view(b, blocks + 1, block)
-    slots = blocks + any(sizes[3::4])
-    flat = lambda x: _in_blocks(x, slots, block).view(-1, block * x.shape[3])
+        documents = torch.nn.functional.pad(documents, (0, missing)).view(-1, block)
+    gathered = max(1, GATHERED // max(block * d, 1))
+    if chosen is None:
+        rows = rows_of_layout(by_key(layout), b, h, causal, gathered, q.device)
+    else:
+        rows = rows_of_selection(q, chosen, block, together, causal, gathered)
+    finer = None if chosen is None or together == block else sparse_lists.of_blocks(chosen, blocks, block // together)
+    flat = lambda x: _in_blocks(x, blocks, block).view(-1, block * d)
     return Inputs(
-        q=_in_blocks(q, blocks, block).view(-1, block, q.shape[3]), k=flat(k), v=flat(v),
-        hidden=hidden.view(-1, block), has_hidden=key_padding is not None or tokens % block != 0,
-        hides=any(y is not None for y in (key_padding, documents, bias, distances)), documents=documents,
-        bias=bias, distances=distances, bias_sizes=bias_sizes, seed=seed, heads=h, key_heads=k.shape[1], tokens=tokens,
-        blocks=blocks, slots=slots, block=block, causal=causal, scale=scale, p=p, offset=offset,
+        q=_in_blocks(q, blocks, block).view(-1, block, d), k=flat(k), v=flat(v), rows=rows, hidden=hidden,
+        hides=any(y is not None for y in (key_padding, documents, bias, distances, chosen)), documents=documents,
+        bias=bias, distances=distances, bias_sizes=bias_sizes, chosen=None if finer is None else finer.flatten(0, 1),
+        seed=seed, heads=h, key_heads=k.shape[1], tokens=tokens, blocks=blocks, block=block, causal=causal,
+        scale=scale, p=p, offset=offset,
     )
 
 
@@ -227,39 +272,36 @@ def _in_blocks(x: Tensor, blocks: int, block: int) -> Tensor:
     return padded
 
 
-def _batches(x: Inputs, table: Tensor, sizes: list[int]) -> Iterator[Batch]:
-    num = len(x.k) // (x.key_heads * x.slots)
-    first = 0
-    for rows, n, most, is_padded in zip(*(sizes[i::4] for i in range(4)), strict=True):
-        heads, members, which, columns = table[first : first + 3 * n + rows * most].split([n, n, n, rows * most])
-        first += 3 * n + rows * most
-        columns = columns.view(rows, most)
-        each = torch.arange(num * n, device=table.device)
-        batch, each = each // n, each % n
-        heads, members, columns = heads[each], members[each], columns[which[each]]
-        of_keys = batch * x.key_heads + heads // (x.heads // x.key_heads)
-        indices = (
-            batch, heads, members, columns, (batch * x.heads + heads) * x.blocks + members,
-            of_keys[:, None] * x.slots + columns,
-        )
-        at_once = max(1, GATHERED // (most * x.k.shape[1]))
-        for batch, heads, members, columns, at, keys in zip(*(y.split(at_once) for y in indices), strict=True):
-            yield Batch(x, batch, heads, members, columns, at, keys.flatten(), bool(is_padded))
+def _batches(x: Inputs) -> Iterator[Batch]:
+    listed, sizes = x.rows, [n for n, _, _ in x.rows.parts]
+    heads, rows = listed.at // x.blocks, listed.at % x.blocks
+    lists = listed.lists[heads % len(listed.lists)]
+    starts = listed.starts.flatten()[lists * (x.blocks + 1) + rows]
+    counts = listed.starts.flatten()[lists * (x.blocks + 1) + rows + 1] - starts
+    firsts = heads // (x.heads // x.key_heads) * x.blocks  # of a head's keys
+    of_rows = (listed.at, heads // x.heads, heads % x.heads, rows, counts, starts, firsts)
+    parts = zip(*(y.split(sizes) for y in of_rows), strict=True)
+    for (_, least, most), (at, batch, head, row, count, start, first) in zip(listed.parts, parts, strict=True):
+        place = torch.arange(most, device=at.device)
+        place = torch.minimum(place, count[:, None] - 1) if least < most else place
+        columns = listed.columns[start[:, None] + place].long()
+        yield Batch(x, at, batch, head, row, columns, count, least, (first[:, None] + columns).flatten())
 
 
 @operator("sparse_attention_rows", lambda q, *_: empty_rows(q))
 def forward(
     q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, bias: Tensor | None, distances: Tensor | None,
-    seed: Tensor | None, documents: Tensor | None, table: Tensor, sizes: list[int], bias_sizes: list[int], block: int,
-    causal: bool, scale: float, p: float, offset: int,
+    seed: Tensor | None, documents: Tensor | None, chosen: Tensor | None, layout: int, bias_sizes: list[int],
+    block: int, together: int, causal: bool, scale: float, p: float, offset: int,
 ) -> Tensor:
     """Return out."""
     x = _inputs(
-        q, k, v, key_padding, bias, distances, seed, documents, sizes, bias_sizes, block, causal, scale, p, offset
+        q, k, v, key_padding, bias, distances, seed, documents, chosen, layout, bias_sizes, block, together, causal,
+        scale, p, offset,
     )
     out = torch.zeros_like(x.q)
     with torch.autocast(q.device.type, enabled=False):  # q, k and v are cast already
-        for batch in _batches(x, table, sizes):
+        for batch in _batches(x):
             weights = batch.weights(batch.queries(), batch.gathered(x.k))
             kept = batch.kept(weights)
             out.index_copy_(0, batch.at, (weights if kept is None else weights * kept) @ batch.gathered(x.v))
@@ -283,31 +325,28 @@ def _fake_gradients(
 @operator("sparse_attention_rows_backward", _fake_gradients)
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, bias: Tensor | None,
-    distances: Tensor | None, seed: Tensor | None, documents: Tensor | None, out: Tensor, table: Tensor,
-    sizes: list[int], bias_sizes: list[int], block: int, causal: bool, scale: float, p: float, offset: int,
+    distances: Tensor | None, seed: Tensor | None, documents: Tensor | None, chosen: Tensor | None, layout: int,
+    bias_sizes: list[int], block: int, together: int, causal: bool, scale: float, p: float, offset: int,
     wants_bias: bool, wants_distances: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients with respect to q, k, v, and to the tables of bias and of distances, empty without them."""
     x = _inputs(
-        q, k, v, key_padding, bias, distances, seed, documents, sizes, bias_sizes, block, causal, scale, p, offset
+        q, k, v, key_padding, bias, distances, seed, documents, chosen, layout, bias_sizes, block, together, causal,
+        scale, p, offset,
     )
-    in_blocks = lambda y: _in_blocks(y, x.blocks, block).view(-1, block, y.shape[3])
-    douts = in_blocks(dout)
-    deltas = (douts * in_blocks(out)).sum(-1, keepdim=True)
+    douts = _in_blocks(dout, x.blocks, block).view(-1, block, dout.shape[3])
     wanted = (bias if wants_bias else None, distances if wants_distances else None)
     tables = [None if y is None else torch.zeros_like(y) for y in wanted]
     with torch.autocast(q.device.type, enabled=False):
-        dq, dk, dv = _gradients(x, table, sizes, douts, deltas, tables)
+        dq, dk, dv = _gradients(x, douts, tables)
     dbias, ddistances = (q.new_empty(0) if y is None else y for y in tables)
     return _tokens(dq, q), _tokens(dk, k), _tokens(dv, v), dbias, ddistances
 
 
-def _gradients(
-    x: Inputs, table: Tensor, sizes: list[int], douts: Tensor, deltas: Tensor, tables: list[Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(x: Inputs, douts: Tensor, tables: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x.q, x.k and x.v, and add to those of the tables of bias and of distances."""
     dq, dk, dv = torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)
-    for batch in _batches(x, table, sizes):
+    for batch in _batches(x):
         queries, d, keys = batch.queries(), douts.index_select(0, batch.at), batch.gathered(x.k)
         weights = batch.weights(queries, keys)
         dweights = d @ batch.gathered(x.v).mT
@@ -316,7 +355,7 @@ def _gradients(
         dv.index_add_(0, batch.keys, (dropped.mT @ d).view(-1, dv.shape[1]))
         if kept is not None:
             dweights *= kept
-        dscores = dweights.sub_(deltas.index_select(0, batch.at)).mul_(weights)
+        dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
         dq.index_copy_(0, batch.at, (dscores @ keys).mul_(x.scale))
         dk.index_add_(0, batch.keys, (dscores.mT @ queries).view(-1, dk.shape[1]))
         for dtable, indices in zip(tables, (batch.bias_indices, batch.distance_indices), strict=True):

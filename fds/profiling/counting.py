@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
+from fds.attention_layouts.layout import by_key
 from fds.collectives.simulation import performing
 from fds.profiling.modules import PHASES, Phase, Watching, tensors_of
 
@@ -29,12 +30,12 @@ def _listed(q: Shape, v: Shape, blocks: int, block: int, *, scores: int = 1, val
     return 2 * q[0] * blocks * block**2 * (scores * q[3] + values * v[3])
 
 
-def _sparse(q: Shape, v: Shape, starts: Shape, columns: Shape, block: int, **products: int) -> int:
-    return _listed(q, v, columns[0] * q[1] // starts[0], block, **products)  # of heads that share patterns evenly
-
-
-def _gathered(sizes: Sequence[int]) -> int:
-    return sum(n * most for n, most in zip(sizes[1::4], sizes[2::4], strict=True))
+def _listed_blocks(q: Shape, chosen: Shape | None, layout: int, block: int, together: int, causal: bool) -> int:
+    # of all heads of a row of the batch
+    if chosen is not None:  # as many as may be chosen: numbers are not read
+        return q[1] * -(-chosen[2] * together // block) * chosen[3]
+    listed = by_key(layout).causal() if causal else by_key(layout)
+    return listed.nonzeros * q[1] // listed.num_heads
 
 
 def _conv_backward(
@@ -57,23 +58,23 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "fds.flash_attention_backward": lambda dout, q, k, v, *_, **__: _attention(q, k, v, scores=4, values=3),
     # attention over listed blocks, as above: by its kernels, and by rows of gathered blocks, in whole blocks
     "fds.sparse_attention": (
-        lambda q, k, v, kp, bias, by, seed, of, heads, starts, columns, back, rows, block, *_, **__: _sparse(
-            q, v, starts, columns, block
+        lambda q, k, v, kp, bias, by, seed, of, chosen, layout, block, together, causal, *_, **__: _listed(
+            q, v, _listed_blocks(q, chosen, layout, block, together, causal), block
         )
     ),
     "fds.sparse_attention_backward": (
-        lambda dout, q, k, v, kp, bias, by, seed, of, heads, starts, columns, back, rows, out, lse, block, *_, **__: (
-            _sparse(q, v, starts, columns, block, scores=4, values=3)
+        lambda dout, q, k, v, kp, bias, by, seed, of, chosen, out, lse, layout, block, together, causal, *_, **__: (
+            _listed(q, v, _listed_blocks(q, chosen, layout, block, together, causal), block, scores=4, values=3)
         )
     ),
     "fds.sparse_attention_rows": (
-        lambda q, k, v, kp, bias, by, seed, of, table, sizes, bias_sizes, block, *_, **__: _listed(
-            q, v, _gathered(sizes), block
+        lambda q, k, v, kp, bias, by, seed, of, chosen, layout, sizes, block, together, causal, *_, **__: _listed(
+            q, v, _listed_blocks(q, chosen, layout, block, together, causal), block
         )
     ),
     "fds.sparse_attention_rows_backward": (
-        lambda dout, q, k, v, kp, bias, by, seed, of, out, table, sizes, bias_sizes, block, *_, **__: _listed(
-            q, v, _gathered(sizes), block, scores=3, values=2
+        lambda dout, q, k, v, kp, bias, by, seed, of, chosen, layout, sizes, block, together, causal, *_, **__: _listed(
+            q, v, _listed_blocks(q, chosen, layout, block, together, causal), block, scores=3, values=2
         )
     ),
     # logits, and what is wanted of the gradients of hidden and of weight, which forward computes

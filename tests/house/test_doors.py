@@ -32,7 +32,7 @@ ROOMS = {
     "step": f"{BELOW_STEP} kernels",
     "plans": "errors _html",
     "transports": "step kernels layout collectives reading random errors",
-    "profiling": f"step {BELOW_STEP}",
+    "profiling": f"attention_layouts step {BELOW_STEP}",
     "curvature": "kernels loss random collectives state tree errors",
     "compression": "step loss layout kernels lazy nn optim reading random state tree errors storage",
     "transforms": f"compression step {BELOW_STEP} kernels nn plans profiling schedules",

@@ -98,7 +98,7 @@ def test_functions_that_run_the_kernel_of_another_take_its_evidence(h200):
     assert {kernels.chosen(name, GPU) for name in SAME} == {"triton"}
 
 
-IN_PLAIN_TORCH = {"sign_bits", "signs_of"}  # of messages
+IN_PLAIN_TORCH = {"sign_bits", "signs_of", "BlockSelection", "select_blocks"}
 
 
 def test_every_function_of_fds_kernels_has_a_kernel_and_its_file():

@@ -13,16 +13,16 @@ from fds.errors import KernelError
 from fds.kernels._swiglu import swiglu
 from fds.kernels.choice import only
 from fds.kernels.operators import Function, Operator
-from fds.kernels.sparse_lists import lists
-from fds.kernels.sparse_rows import batches
 from tests.kernels.accuracy import random
 from tests.kernels.ways import WAYS, plain
 
 X, ROW, COLUMN, LOSS = random(4, 8), random(8, seed=1), random(4, seed=2).abs(), random(4, seed=3)
 TARGETS, SEED = torch.tensor([0, 7, -100, 3]), torch.tensor(3)
 HEADS, LSE, ANGLES = random(1, 2, 16, 16, seed=4), random(1, 2, 16, seed=5), random(16, 8, seed=6)
-WINDOW = (*lists(local_sliding_window(2, 1, num_sliding_window_blocks=1), True, HEADS.device), 16, True, 0.25, 0.5, 0)
-LISTED = (*batches(local_sliding_window(2, 4, block=4), True, HEADS.device), [1, 1, 1, 1], 4, True, 0.25, 0.5, 0)
+WINDOW = local_sliding_window(2, 1, num_sliding_window_blocks=1), local_sliding_window(2, 4, block=4)
+LISTED = (None, WINDOW[0].key, 16, 0, True, 0.25, 0.5, 0)
+ROWS = (None, WINDOW[1].key, [1, 1, 1, 1], 4, 0, True, 0.25, 0.5, 0)
+CHOSEN = torch.arange(4).expand(1, 2, 4, 4)
 
 CALLS = {
     "bias_dropout_add": (X, ROW, None, SEED, 0.5, 0),
@@ -59,13 +59,13 @@ CALLS = {
     "normalize": (X, None, ROW, None, 1e-5, True, False, True),
     "normalize_backward": (X, X, COLUMN, COLUMN, ROW, None, None, True, False, torch.float32, None),
     "rotary": (HEADS, ANGLES, ANGLES, False, False),
-    "sparse_attention": (HEADS, HEADS, HEADS, None, None, None, SEED, None, *WINDOW),
+    "sparse_attention": (HEADS, HEADS, HEADS, None, None, None, SEED, None, *LISTED),
     "sparse_attention_backward": (
-        *(HEADS, HEADS, HEADS, HEADS, None, None, None, None, None, *WINDOW[:5], HEADS, LSE, *WINDOW[5:8], 0.0, 0),
+        *(HEADS, HEADS, HEADS, HEADS, None, None, None, None, None, None, HEADS, LSE, *LISTED[1:6], 0.0, 0),
     ),
-    "sparse_attention_rows": (HEADS, HEADS, HEADS, None, None, None, SEED, None, *LISTED),
+    "sparse_attention_rows": (HEADS, HEADS, HEADS, None, None, None, SEED, None, *ROWS),
     "sparse_attention_rows_backward": (
-        *(HEADS, HEADS, HEADS, HEADS, None, None, None, SEED, None, HEADS, *LISTED, False, False),
+        *(HEADS, HEADS, HEADS, HEADS, None, None, None, SEED, None, CHOSEN, 0, *ROWS[2:4], 4, *ROWS[5:], False, False),
     ),
     "swiglu": (X, X),
     "swiglu_backward": (X, X, X),
