@@ -170,7 +170,8 @@ class AttentionLayout:
     def __repr__(self) -> str:
         heads = f"{self.num_heads} head{'s' * (self.num_heads != 1)}"
         size = f"{self.blocks} x {self.blocks} blocks of {self.block} tokens"
-        return f"AttentionLayout({heads}, {size}, {100 * self.density:.2g}% listed)"
+        share = 100 * self.density
+        return f"AttentionLayout({heads}, {size}, {share:.{0 if share >= 10 else 1}f}% listed)"
 
     def __str__(self) -> str:
         return draw_text(self)

@@ -271,6 +271,15 @@ unknown keys inside `compile`, which earlier releases had, are refused | left ou
 a `cycle_max_mom` of 1, betas of 1, a dampening below 0, a first loss scale below the least: taken, and divided by 0 or
     without meaning | refused with the JSON path |
     config/test_intended_differences | test_values_without_meaning_are_refused_with_their_path
+the section `sparse_attention` is read, and nothing is done with it unless the model asks; `attention` of `bigbird` and
+    `bslongformer` in it is dropped | `fds.initialize` makes a model of transformers sparse by it, and refuses a model
+    that has no sparse attention, and keys that a mode drops |
+    config/test_sparse_attention | test_a_model_of_its_own_has_the_section_and_one_without_is_refused
+modules of sparse attention share what they prepare, by length alone: a second pattern computes the first one's blocks |
+    each has its own layouts | nn/test_sparse_self_attention | test_two_layouts_of_one_length_stand_side_by_side
+a longer table of positions is too short where the old length does not divide the new one, and has two undefined rows in
+    RoBERTa | every position has a row, and the two are kept |
+    hf/test_stand_ins | test_a_longer_table_keeps_the_rows_before_the_first_position
 """
 
 

@@ -22,6 +22,7 @@ from fds.config.elasticity import check_unchanged, search
 from fds.config.modules import Parts
 from fds.config.reading import Unknown
 from fds.config.sampling import draws_by_tokens, microbatches_of, order_of, rate_of
+from fds.config.sparse_models import sparse_model
 from fds.config.training import TrainingConfig
 from fds.data import BatchOrder, DistributedLoader, TokenBatches
 from fds.errors import BatchError, ComposeError, ConfigError, DataError, FdsError, LossError, MeshError
@@ -58,7 +59,8 @@ def initialize(
 
     Args:
         model: a module, which is not modified: its parameters are copied, on their device, and those with
-            `requires_grad=False` are frozen. Or `Layers`.
+            `requires_grad=False` are frozen. Or `Layers`. With the key `sparse_attention` a model of transformers is
+            trained as `fds.hf.sparsify` makes it, with the same parameters.
         loss: `loss(model, batch)` for a module; `model` is called like the module, with the step's parameters. Returns
             a scalar, `(scalar, metrics)` or a `Mean`. None calls the module with the batch (a dict as keywords, a tuple
             as arguments) and takes its output, or its `.loss`. `Layers` are their own loss.
@@ -103,6 +105,7 @@ def initialize(
     order = None if training_data is None else order_of(config, _data_axis(mesh), training_data)
     if isinstance(order, TokenBatches):
         schedule = rate_of(config, order, _data_axis(mesh), schedule, optimizer)
+    model = sparse_model(config, model, mesh)
     model = config.with_scores(model) if isinstance(model, nn.Module) else model
     loss_fn, params = loss_and_params(model, loss)
     step = compose(*_frozen(model), *transforms, *_transforms(config, mesh, model, optimizer, schedule))(loss_fn)

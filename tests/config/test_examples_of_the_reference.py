@@ -313,7 +313,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
         },
         [],
     ),
-    "sparse attention": ({"sparse_attention": SPARSE}, ["sparse_attention.mode"]),
+    "sparse attention": ({"sparse_attention": SPARSE}, []),
     "data efficiency": (
         {
             "data_efficiency": {

@@ -23,7 +23,6 @@ SHAPES = {path.stem: path for path in sorted((Path(__file__).parent / "shapes").
 PIPELINES = {"alexnet_pipeline", "pipeline_3d"}  # two stages on two ranks
 REFUSED = {  # shape -> the keys that ask for what is not there
     "autocast_zero1": ["torch_autocast.lower_precision_safe_modules"],
-    "bing_bert_sparse": ["sparse_attention.mode"],
     "hf_autotuning": ["autotuning.enabled"],
 }
 UNKNOWN = {  # shape -> (the first key that 0.19.6 drops in silence, one that is near)
@@ -44,7 +43,7 @@ OLD = {  # old spelling -> new; values stay, but for `cpu_offload`, which is fal
 LOSS = fds.Layers(  # two layers in a row are of one class, which may be skipped
     [nn.Linear(4, 8), torch.tanh, torch.tanh, nn.Linear(8, 8), torch.tanh, nn.Linear(8, 3)], nn.MSELoss()
 )
-OF_MODULES = {"bert_compression"}  # whose model must have them: test_compressed_training.py
+OF_MODULES = {"bert_compression", "bing_bert_sparse"}  # whose model must have them: test_compressed_training.py
 RUN = [name for name in SHAPES if name not in {*REFUSED, *UNKNOWN, *OF_MODULES}]
 
 

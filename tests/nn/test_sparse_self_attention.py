@@ -88,6 +88,13 @@ def test_a_rule_makes_one_layout_for_the_longest_sequences_as_deepspeed_does():
         SparseSelfAttention(rule(H, 5))(q, k, v)
 
 
+def test_two_layouts_of_one_length_stand_side_by_side():
+    q, k, v = (numbers(B, H, S, D, seed=i) for i in range(3))
+    for rule in (PER_HEAD, functools.partial(fixed, block=8)):
+        got = SparseSelfAttention(rule, max_seq_length=None)(q, k, v)
+        torch.testing.assert_close(got, dense(q, k, v, rule(H, 6)))
+
+
 def test_bert_takes_and_shares_weights():
     theirs = nn.Module()
     theirs.config, theirs.query, theirs.key, theirs.value = CONFIG, *(nn.Linear(H * D, H * D) for _ in range(3))

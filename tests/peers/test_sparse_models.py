@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fds
-from fds.attention_layouts import bigbird, dense
+from fds.attention_layouts import bigbird, bslongformer, dense
 from fds.errors import AttentionLayoutError, ComposeError, KernelError, LossError
 from tests.peers.test_tensor_parallel import model as made
 
@@ -308,3 +308,30 @@ def test_bad_input_is_refused():
         with pytest.raises(error) as refused:
             call()
         assert where in refused.value.where, i
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+def test_a_json_makes_the_model_sparse_and_leaves_the_users_dense(sp):
+    section = {"mode": "bslongformer", "block": BLOCK, "num_sliding_window_blocks": 1}
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.3}}, "gradient_clipping": 0}
+    config |= {"sparse_attention": section, "sequence_parallel_size": sp}
+    tokens = ids(2, 24)
+
+    def loss(model, batch):
+        return fds.Mean(model(batch["ids"], position_ids=batch["at"]).logits.square().sum(), batch["ids"].numel() * 37)
+
+    def run():
+        whole = model("llama")
+        step, state, _, _ = fds.initialize(whole, loss, config=config)
+        cut = lambda x: x.chunk(sp, 1)[fds.mesh(sp=sp)["sp"].index]
+        state, metrics = step(state, {"ids": cut(tokens), "at": cut(torch.arange(24).expand(2, -1))})
+        assert whole.config._attn_implementation == "sdpa"
+        return metrics["loss"], step.params(state)
+
+    by_hand = fds.hf.sparsify(model("llama"), functools.partial(bslongformer, block=BLOCK, num_sliding_window_blocks=1))
+    logits = by_hand(tokens).logits
+    value = logits.square().mean()
+    value.backward()
+    params = {name: p.detach() - 0.3 * p.grad for name, p in by_hand.named_parameters()}
+    for got in fds.simulate(run, sp):
+        torch.testing.assert_close(got, (value.detach(), params), **LLAMA)

@@ -7,10 +7,14 @@ dropped: a layer is kept with probability (1 - theta) * exp(-gamma * t) + theta 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
+from fds import attention_layouts
+from fds.attention_layouts import AttentionLayout
 from fds.config.field import AUTO, keys
+from fds.config.record import Config
 from fds.config.rows import MissingKeyError, check_needed, check_order, contradiction, declare
 
 _OF_ALL = frozenset({"mode", "block", "different_layout_per_head"})
@@ -22,7 +26,35 @@ READS = {
     "variable": _OF_ALL | _TWO_SIDED | _INDICES | {"num_random_blocks", "local_window_blocks"},
     "bigbird": _OF_ALL | {"num_random_blocks", "num_sliding_window_blocks", "num_global_blocks"},
     "bslongformer": _OF_ALL | _INDICES | {"num_sliding_window_blocks"},
+    "local_sliding_window": _OF_ALL
+    | {"num_sliding_window_blocks", "attention"},  # a class of 0.19.6, no mode of its JSON
 }
+
+
+class SparseAttentionConfig(Config):
+    """`sparse_attention`: a pattern of blocks, `fixed` by default. It is a rule: a function of heads and blocks.
+
+    `fds.hf.sparsify` and `fds.nn.SparseSelfAttention` take it; `fds.initialize` makes a model of transformers sparse by
+    it.
+
+    >>> SparseAttentionConfig(mode="bigbird", num_random_blocks=1)(heads=2, blocks=8)
+    AttentionLayout(2 heads, 8 x 8 blocks of 16 tokens, 53% listed)
+    """
+
+    def __call__(self, heads: int, blocks: int, *, key: int = 0) -> AttentionLayout:
+        """Return the layout of so many heads and blocks; random blocks follow from the key.
+
+        Raises `AttentionLayoutError` for numbers that do not fit the pattern.
+        """
+        pattern = getattr(attention_layouts, self.mode)
+        arguments = {name: self[name] for name in READS[self.mode]} | {"key": key}
+        if self.mode == "local_sliding_window" and "attention" not in self.given:
+            del arguments["attention"]  # as its class has it
+        if not self.different_layout_per_head and "num_different_global_patterns" in arguments:
+            arguments["num_different_global_patterns"] = 1  # documented as 4, beside one layout
+        taken = inspect.signature(pattern).parameters
+        return pattern(heads, blocks, **{name: value for name, value in arguments.items() if name in taken})
+
 
 _TABLE = """
 ModuleGroupConfig [part of shared_parameters.enabled]: The modules of a group.
@@ -182,17 +214,17 @@ WeightQuantizationPlacedConfig [n/a: each of the two below has its own]: `weight
     post_init_quant: dict[str, Any] = {} | the same by name of module, once the model is made | not yet but for None,
         {}: quantized weights for inference
 
-SparseAttentionConfig [part of mode]: `sparse_attention`: a pattern of blocks. The group enables it, since the mode is
-        `fixed` by default.
-    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = "fixed" | kind of pattern; dense computes
-        every block, as attention without this section does | not yet but for 'dense': block-sparse attention
+SparseAttentionConfig [`config.sparse_attention(heads, blocks)`]:
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"] = "fixed" | kind of
+        pattern; dense computes every block, as attention without this section does | `fds.hf.sparsify(model,
+        config.sparse_attention)`: fds.initialize does so
     block: int = 16; tokens; > 0 | side of a square block of the attention matrix
     different_layout_per_head: bool = False | lay out every head anew, not all as the first
     num_local_blocks: int = 4; blocks; > 0 | side of the local windows (fixed)
     num_global_blocks: int = 1; blocks; > 0 | blocks that see all and are seen by all: of each window (fixed), or the
         first ones (bigbird)
     attention: Literal["bidirectional", "unidirectional"] = "bidirectional" | whether tokens see later ones (fixed,
-        variable)
+        variable; local_sliding_window, where they do not unless it is given)
     horizontal_global_attention: bool = False | global blocks also see all others, where attention is bidirectional
         (fixed, variable)
     num_different_global_patterns: int = 1; > 0; docs 4 | choices of the global blocks in a window that heads take in
@@ -204,7 +236,8 @@ SparseAttentionConfig [part of mode]: `sparse_attention`: a pattern of blocks. T
         start (variable, bslongformer)
     global_block_end_indices: tuple[int, ...]|None = None | where these ranges end, exclusive; null: a block each
         (variable, bslongformer)
-    num_sliding_window_blocks: int = 3; blocks; > 0 | width of the band around the diagonal (bigbird, bslongformer)
+    num_sliding_window_blocks: int = 3; blocks; > 0 | width of the band around the diagonal (bigbird, bslongformer,
+        local_sliding_window)
     ! pattern
 
 ProgressiveLayerDropConfig [layer_drop(=)]: `progressive_layer_drop`.
