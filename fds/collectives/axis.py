@@ -201,7 +201,7 @@ class Axis:
         link, text = self._link, json.dumps(obj)
         sent = Collective("exchange", self.name, (len(text),), how=what, what=what or self.purpose)
         alike = attrs.evolve(sent, shape=())  # lengths differ between ranks
-        return self._exchange(sent, Exchange(alike, lambda: list(map(json.loads, link.exchange(alike, text)))))
+        return self._exchange(sent, Exchange(alike, lambda: list(map(json.loads, link.exchange(alike, text)))), obj)
 
     def exchange_numbers(self, numbers: Sequence[int], what: str = "") -> list[list[int]]:
         """Return the numbers of all ranks, as many on each and of 64 bits, in order: `exchange` in one small message.
@@ -219,11 +219,11 @@ class Axis:
             link.start(sent, everyones.view(-1), mine).wait()
             return tree.values_of(everyones)
 
-        return self._exchange(sent, Exchange(sent, send))
+        return self._exchange(sent, Exchange(sent, send), list(numbers))
 
-    def _exchange(self, sent: Collective, exchange: Exchange) -> list[Any]:
+    def _exchange(self, sent: Collective, exchange: Exchange, mine: Any) -> list[Any]:
         if (heard := dry.get()) is not None:
-            return replay(heard, exchange.collective)
+            return replay(heard, exchange.collective, [mine] * self.size)
         self._count(sent)
         self._watch(sent, exchange).wait()
         return exchange.replies

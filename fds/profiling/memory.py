@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from fds import _html, loss as losses
+from fds.collectives import Mesh
 from fds.collectives.meshes import planned
 from fds.collectives.traffic import counting
 from fds.errors import FdsError, checked_call, is_a
 from fds.optim import Optimizer
 from fds.profiling.modules import PHASES
 from fds.profiling.peaks import BATCH, NEXT, STATE, Exchanges, leaves_of, of_dry_run, of_second_call
+from fds.profiling.planned import of_planned
 from fds.state import State
 from fds.step import Step, Transform, compose
 from fds.step.checks.state_check import usable
@@ -111,12 +113,20 @@ def _count_returned(step: Step, state: State) -> int:
 
 @checked_call
 def estimate_memory(
-    composition: Any, params: Any, *, mesh: Mapping[str, int] | None = None, rank: int = 0, device: Any = "cpu"
+    composition: Any,
+    params: Any,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    rank: int = 0,
+    device: Any = "cpu",
+    loss: Any = None,
+    batch: Any = None,
 ) -> MemoryEstimate:
-    """Estimate what one of many ranks holds without activations, before anything is built and without running them.
+    """Estimate what one of many ranks holds, before anything is built and without running them.
 
-    Nothing is allocated: shapes are read on `meta`. Activations, the batch and temporaries of the loss are not
-    in it, which of many rows are most of what a rank holds: `fds.profile_memory` measures them, and predicts them.
+    Nothing is allocated: shapes are read on `meta`. Without a batch, activations and temporaries of the loss are not
+    in it, which of many rows are most of what a rank holds. With one, `dry_run` has all: the rank runs a call without
+    arithmetic, in memory that nobody touches, and the others are taken to say what it says.
 
     Args:
         composition: `fds.compose(...)`, or an optimizer; or a function of the mesh that returns one, as
@@ -126,6 +136,8 @@ def estimate_memory(
         mesh: the size of every axis, as `{"pp": 4, "dp": 16}`, beside a function of it; None for one rank.
         rank: which of them.
         device: on which it would run: on "cuda" what lives on the host is read in chunks.
+        loss: what the composition is applied to, where `params` are no `Layers`; needed with a batch.
+        batch: the rank's own, for a dry run, which is one of a CPU.
 
     Raises `FdsError` for other values of these, `MeshError` for sizes and ranks that do not fit, and what `compose` and
     `step.structure` raise.
@@ -137,11 +149,13 @@ def estimate_memory(
         where = torch.device(device)
     except (RuntimeError, TypeError):
         raise FdsError("not a device", where="device", got=repr(device)[:80], want='"cpu" or "cuda"') from None
-    loss, shapes = _never_run, params
+    shapes = params
     if is_a(params, losses.Layers):
-        loss, shapes = params, params.init
+        loss, shapes = params if loss is None else loss, params.init
     elif is_a(params, nn.Module):
         shapes = {name: p.detach().to("meta") for name, p in params.named_parameters()}
+    if batch is not None and loss is None:
+        raise FdsError("a batch needs the loss that it is for", where="loss", want="loss=, or Layers for params")
     if mesh is not None and is_a(composition, Composition | Transform | Optimizer):
         raise FdsError(
             "what is composed already has the axes that it was given",
@@ -149,7 +163,8 @@ def estimate_memory(
             got=repr(mesh)[:80],
             want='a function of the mesh: lambda mesh: fds.compose(fds.shard_optimizer(mesh["dp"], stage=3), ...)',
         )
-    with planned(sizes, rank) as ranks:
+
+    def make(ranks: Mesh) -> Step:
         made = composition
         if not is_a(made, Composition | Transform | Optimizer | Step) and isinstance(made, Callable):
             made = made(ranks)
@@ -162,10 +177,19 @@ def estimate_memory(
                 want="fds.compose(...), or a function of the mesh that returns one",
                 hint="step.composition" if is_a(made, Step) else json_,
             )
-        step = compose(made)(loss)
+        return compose(made)(_never_run if loss is None else loss)
+
+    with planned(sizes, rank) as ranks:
+        step = make(ranks)
         state = step.structure(shapes)
         with contextlib.nullcontext() if where.type == "cpu" else torch.device(where.type, where.index or 0):
-            return predict(step, state)
+            estimate = predict(step, state)
+    if batch is None:
+        return estimate
+    try:
+        return attrs.evolve(estimate, dry_run=of_planned(make, sizes, rank, shapes, batch))
+    except Exception as error:  # what the step itself refuses a call will say
+        return attrs.evolve(estimate, no_dry_run=f"{type(error).__name__}: {error}")
 
 
 def _never_run(params: Any, batch: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fds import tree
-from fds.collectives.links import Collective, Exchange, Work, dry
+from fds.collectives.links import ALIKE, Collective, Exchange, Work, dry
 from fds.collectives.simulation import performing
 from fds.collectives.traffic import Traffic
 from fds.errors import FdsError
@@ -230,14 +230,14 @@ def of_second_call(step: Step, state: State, batch: Any) -> Counter[Kind]:
     return Counter({kind: n for kind, n in peak.items() if n and kind[0] != _AWAY})
 
 
-def of_dry_run(step: Step, state: State, batch: Any, exchanges: Iterable[Exchange] = ()) -> int:
+def of_dry_run(step: Step, state: State, batch: Any, exchanges: Iterable[Exchange] = ALIKE) -> int:
     """Return the bytes at the peak of a call on the CPU, found without arithmetic; nothing is written to.
 
     No rank waits for another, so that what fails on some alone holds no others up, and no disk is read or written:
     `exchanges` are those of `of_second_call`. Raises what torch does where a shape depends on values, and where an
     operator has no rule for shapes.
     """
-    token = dry.set(iter(exchanges))
+    token = dry.set(iter(exchanges))  # of an iterator itself
     try:
         with DryRun():
             return sum(of_second_call(step, state, batch).values())

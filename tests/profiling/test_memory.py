@@ -139,6 +139,14 @@ def test_a_dry_run_tells_the_peak_with_its_activations(architecture, stage, tran
     found = fds.simulate(run, 1 if stage is None else 2)[0]
     assert found.predicted.dry_run == pytest.approx(found.peak, rel=0.02)
 
+    def composition(mesh):
+        shard = [] if stage is None else [fds.shard_optimizer(mesh["dp"], stage=stage, bucket_bytes=2**15)]
+        return fds.compose(*shard, *transforms, fds.adamw(1e-3))
+
+    loss, batch = architecture()
+    alone = fds.estimate_memory(composition, loss, mesh={"dp": 1 if stage is None else 2}, batch=batch)
+    assert (alone.dry_run, alone.no_dry_run) == (found.predicted.dry_run, "")
+
 
 def test_a_dry_run_writes_to_nothing_and_gives_nothing_up():
     step, state, batch = made(fds.donate(), fds.ema(0.9))
@@ -166,35 +174,44 @@ def test_what_one_dnn_keeps_for_backward_is_not_predicted():
     assert found.predicted.dry_run is None and "mkldnn_rnn_layer" in found.predicted.no_dry_run
 
 
-def piped(loss, batch, *, dynamic=False):
-    """Return what each of two stages holds."""
+def piped(loss, batch, *transforms, dynamic=False):
+    """Return what each of two stages holds, and how it is composed."""
+
+    def composition(mesh):
+        pipe = fds.pipeline(
+            fds.plans.one_f_one_b, mesh["pp"], num_microbatches=4, partition="uniform", dynamic_shapes=dynamic
+        )
+        return fds.compose(pipe, *transforms, fds.adamw(1e-3))
 
     def run():
-        pipe = fds.pipeline(
-            fds.plans.one_f_one_b, fds.mesh(pp=2)["pp"], num_microbatches=4, partition="uniform", dynamic_shapes=dynamic
-        )
-        step = fds.compose(pipe, fds.adamw(1e-3))(loss)
+        step = composition(fds.mesh(pp=2))(loss)
         return fds.profile_memory(step, step.init(loss.init), batch)
 
-    return fds.simulate(run, 2)
+    return fds.simulate(run, 2), composition
 
 
 @pytest.mark.parametrize("architecture", [tied, pictures])
-def test_a_stage_of_a_pipeline_runs_dry(architecture):
-    for found in piped(*architecture()):
+@pytest.mark.parametrize("transforms", [[], [BF16, AGAIN]])
+def test_a_stage_of_a_pipeline_runs_dry(architecture, transforms):
+    """Also where it is planned alone, and nobody tells it what comes from another."""
+    loss, batch = architecture()
+    stages, composition = piped(loss, batch, *transforms)
+    for rank, found in enumerate(stages):
         assert found.predicted.dry_run == pytest.approx(found.peak, rel=0.02), found.predicted.no_dry_run
+        alone = fds.estimate_memory(composition, architecture()[0], mesh={"pp": 2}, rank=rank, batch=batch)
+        assert (alone.dry_run, alone.no_dry_run) == (found.predicted.dry_run, "")
 
 
 def test_ranks_that_can_be_run_dry_do_not_wait_for_one_that_cannot():
     x = torch.ones(4, 8)
-    first, last = piped(fds.Layers([nn.Linear(8, 8)] * 2, lambda out, y: out[out > 0].sum()), (x, x))
+    (first, last), _ = piped(fds.Layers([nn.Linear(8, 8)] * 2, lambda out, y: out[out > 0].sum()), (x, x))
     assert first.predicted.dry_run is not None and "aten.nonzero" in last.predicted.no_dry_run
 
 
 def test_where_shapes_may_differ_a_stage_cannot_be_run_dry():
     x = torch.ones(4, 8)
     loss = fds.Layers([nn.Linear(8, 8)] * 2, lambda out, y: out.sum())
-    first, last = piped(loss, (x, x), dynamic=True)
+    (first, last), _ = piped(loss, (x, x), dynamic=True)
     assert first.predicted.dry_run is not None and "stage 0" in last.predicted.no_dry_run
 
 

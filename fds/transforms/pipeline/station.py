@@ -235,6 +235,8 @@ class Pipeline:
         if any(kinds != all_kinds[0] for kinds in all_kinds):
             raise LossError("ranks return different metrics", got=str(all_kinds[-1]), want=str(all_kinds[0]))
         self.whole.update(layer for report in reports for layer in report[2])
+        if not all_kinds:  # ranks that are only planned: the one that would say runs elsewhere, or not at all
+            return _like(totals, _A_LOSS, self.owned.device), wide
         self.kinds[what] = all_kinds[0]
         return _like(totals, all_kinds[0], self.owned.device), any(is_wide for _, is_wide in numbers)
 
@@ -244,6 +246,9 @@ class Pipeline:
         text += f"; bubble {self.plan.bubble:.0%} of equal stages"
         layers = ", ".join(map(str, sorted(self.whole)))
         return text + (f"; backward not split in layers {layers}" if self.whole else "")
+
+
+_A_LOSS: list[Any] = ["float32", "float32", 1, False, []]  # the kinds of totals without metrics
 
 
 def _kinds(totals: Totals) -> list[Any] | None:
