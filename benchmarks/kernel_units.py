@@ -17,7 +17,12 @@ import torch._dynamo.config
 import torch._functorch.config
 import torch._inductor.config
 
-from benchmarks import kernel_messages as messages, kernel_products as products, kernel_streams as streams
+from benchmarks import (
+    kernel_messages as messages,
+    kernel_products as products,
+    kernel_sparse as sparse,
+    kernel_streams as streams,
+)
 from benchmarks.children import Outcome, Pool, Task
 from benchmarks.kernel_timing import COPIED_BYTES, Clock
 from benchmarks.kernel_works import Setting, Work, by_inductor, by_tracing
@@ -33,6 +38,7 @@ FAMILIES: dict[str, Callable[[Setting], Iterator[Work]]] = {
     "softmax": products.softmaxes,
     "columns": streams.columns,
     "messages": messages.messages,
+    "sparse": sparse.sparse_attentions,
 }
 CHECK_S = 150.0  # of one way: torch.compile takes tens of seconds where every core compiles
 RECOMPILATIONS = 64  # of one function: a size each

@@ -9,11 +9,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import kernel_peers, kernel_tables, kernel_timing, kernel_units, kernels, report
+from benchmarks import kernel_peers, kernel_sparse, kernel_tables, kernel_timing, kernel_units, kernels, report
 from benchmarks.children import Outcome
 from benchmarks.gpu.records import FAILED, NO_TIME, PASSED, Record, Records
 from benchmarks.kernel_timing import COPIED_BYTES, Clock, Timed
 from benchmarks.kernel_works import Goals, Setting, Way, by_tracing, differences, disagreement
+from fds.attention_layouts import bslongformer
 from fds.kernels import only as kernels_only
 from tests.benchmarks import pretended_gpu
 
@@ -32,6 +33,14 @@ def test_every_contender_of_a_family_agrees(family):
         for work in works.values():
             for way in work.ways:
                 assert disagreement(work, way, CPU, seed=7) == "", f"{work.name}, {work.size}: {way.name}"
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_sees_what_a_layout_lists():  # it has no backward on a CPU, so it is a contender on a GPU alone
+    layout = bslongformer(1, 3, block=16, num_sliding_window_blocks=1)
+    q, k, v = torch.randn(3, 1, 2, 48, 16).unbind(0)
+    out = kernel_sparse.by_flex(TINY, layout)(q, k, v)
+    torch.testing.assert_close(out, kernel_sparse._masked(layout)(q, k, v))
 
 
 @pytest.mark.parametrize("wrong", [lambda y: 1.1 * y, lambda y: y[:-1], lambda y: y.clone().fill_(float("nan"))])
