@@ -49,6 +49,7 @@ NOT_ON_A_GPU = {
     "tests/unit/step/test_host_work.py": _DRAWN_FOR_A_CPU,
     "tests/nn/test_transformer_memory.py": _DRAWN_FOR_A_CPU,
     "tests/nn/test_sparse_self_attention.py": "in float64, on simulated ranks; not tried on a GPU",
+    "tests/nn/test_block_select_attention.py": "in float64, and it trains on the CPU; kernels have tests of their own",
     "tests/hf": "stand-ins of a few float64 numbers; not tried on a GPU",
     "tests/nn/parallel": "bytes and bounds of torch's kernel for the CPU; it has not been tried on a GPU",
     "tests/sequence_axis": "in float64, which the ring computes by torch's kernel for the CPU; not tried on a GPU",

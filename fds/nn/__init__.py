@@ -1,6 +1,7 @@
 """Layers built from the kernels, and layers and functions of which the ranks of an axis compute parts."""
 
 from fds.nn.block_padding import pad_to_block, unpad
+from fds.nn.block_select_attention import BlockSelectAttention
 from fds.nn.parallel.attention import attention, document_mask
 from fds.nn.parallel.auto import auto_plan
 from fds.nn.parallel.cross_entropy import linear_cross_entropy, vocab_cross_entropy
@@ -16,8 +17,9 @@ from fds.nn.transformer_config import TransformerConfig
 from fds.nn.transformer_layer import TransformerLayer, from_bert
 
 __all__ = [
-    "MLP", "BertSparseSelfAttention", "ColumnLinear", "RowLinear", "SelfAttention", "SparseSelfAttention",
-    "TransformerConfig", "TransformerLayer", "VocabEmbedding", "allow_mixing", "attention", "auto_plan", "column",
-    "document_mask", "from_bert", "heads", "linear_cross_entropy", "pad_to_block", "replicated", "row", "sequence",
-    "sparse_attention", "split", "unpad", "vocab", "vocab_cross_entropy", "zigzag", "zigzag_positions",
+    "MLP", "BertSparseSelfAttention", "BlockSelectAttention", "ColumnLinear", "RowLinear", "SelfAttention",
+    "SparseSelfAttention", "TransformerConfig", "TransformerLayer", "VocabEmbedding", "allow_mixing", "attention",
+    "auto_plan", "column", "document_mask", "from_bert", "heads", "linear_cross_entropy", "pad_to_block",
+    "replicated", "row", "sequence", "sparse_attention", "split", "unpad", "vocab", "vocab_cross_entropy",
+    "zigzag", "zigzag_positions",
 ]  # fmt: skip

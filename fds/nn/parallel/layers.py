@@ -99,28 +99,10 @@ class SelfAttention(nn.Module):
         theta: float | None = None,
         **factory: Any,
     ):
-        checking.sizes("SelfAttention", width=width, num_heads=num_heads)
-        if num_kv_heads is not None:
-            checking.sizes("SelfAttention", num_kv_heads=num_kv_heads)
         checking.flags("SelfAttention", LossError, causal=causal, bias=bias)
         checking.rate("SelfAttention", dropout)
         super().__init__()
-        groups = num_heads if num_kv_heads is None else num_kv_heads
-        if width % num_heads or num_heads % groups:
-            raise LossError(
-                "the heads do not divide the width, or the groups the heads",
-                where="SelfAttention",
-                got=f"width={width}, num_heads={num_heads}, num_kv_heads={groups}",
-                want="width a multiple of num_heads, and that of num_kv_heads",
-            )
-        d = width // num_heads
-        if theta is not None and (not is_number(theta) or not 0 < theta < math.inf or d % 2):
-            raise LossError(
-                "positions cannot turn heads so",
-                where="SelfAttention: theta",
-                got=f"theta={theta!r:.40}, heads of {d} features",
-                want="a number > 0, and an even number of features; or None",
-            )
+        groups, d = check_heads("SelfAttention", width, num_heads, num_kv_heads, theta)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, groups, d
         self.causal, self.dropout, self.theta = causal, dropout, theta
         self.qkv = ColumnLinear(
@@ -134,16 +116,44 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = qkv.split(counts, 1)
         if self.theta is not None:
-            q, k = self._turn(q), self._turn(k)
+            q, k = turned(q, self.theta), turned(k, self.theta)
         grouped = self.num_heads != self.num_kv_heads
         p = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.causal, enable_gqa=grouped)
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def _turn(self, x: Tensor) -> Tensor:
-        """Return heads (batch, heads, sequence, d), turned by their positions."""
-        assert self.theta is not None
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        half = torch.arange(0, self.head_dim, 2, device=x.device, dtype=wide)
-        angles = torch.arange(x.shape[2], device=x.device, dtype=wide)[:, None] * self.theta ** -(half / self.head_dim)
-        return rotary(x, angles.cos(), angles.sin())
+
+def check_heads(where: str, width: int, num_heads: int, num_kv_heads: int | None, theta: Any) -> tuple[int, int]:
+    """Return the groups of heads, and the features of a head.
+
+    Raises `LossError` for heads that do not divide the width, groups that do not divide the heads, and positions that
+    cannot turn them.
+    """
+    checking.sizes(where, width=width, num_heads=num_heads)
+    if num_kv_heads is not None:
+        checking.sizes(where, num_kv_heads=num_kv_heads)
+    groups = num_heads if num_kv_heads is None else num_kv_heads
+    if width % num_heads or num_heads % groups:
+        raise LossError(
+            "the heads do not divide the width, or the groups the heads",
+            where=where,
+            got=f"width={width}, num_heads={num_heads}, num_kv_heads={groups}",
+            want="width a multiple of num_heads, and that of num_kv_heads",
+        )
+    d = width // num_heads
+    if theta is not None and (not is_number(theta) or not 0 < theta < math.inf or d % 2):
+        raise LossError(
+            "positions cannot turn heads so",
+            where=f"{where}: theta",
+            got=f"theta={theta!r:.40}, heads of {d} features",
+            want="a number > 0, and an even number of features; or None",
+        )
+    return groups, d
+
+
+def turned(x: Tensor, theta: float) -> Tensor:
+    """Return heads (batch, heads, sequence, d), turned by their positions."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    half = torch.arange(0, x.shape[3], 2, device=x.device, dtype=wide)
+    angles = torch.arange(x.shape[2], device=x.device, dtype=wide)[:, None] * theta ** -(half / x.shape[3])
+    return rotary(x, angles.cos(), angles.sin())
