@@ -6,6 +6,30 @@ COMPRESSED = "tests/config/test_compressed_training.py"
 
 MUTANTS = (
     Mutant(
+        "autotuning-drops-zero-keys",
+        "fds/config/autotuning/_experiments.py",
+        '**{k: v for k, v in self.zero.items() if k != "stage"}',
+        "**{}",
+        "experiments leave out what the JSON says of ZeRO",
+        "tests/config/test_autotuning.py",
+    ),
+    Mutant(
+        "autotuning-slowest-is-best",
+        "fds/config/autotuning/_search.py",
+        '1 / value if tuning.section.metric == "latency" else value',
+        "value",
+        "the slowest experiment is the best, by its latency",
+        "tests/config/test_autotuning.py",
+    ),
+    Mutant(
+        "autotuning-never-stops-early",
+        "fds/config/autotuning/_search.py",
+        "if section.tuner_early_stopping and i + 1 >= at + section.tuner_early_stopping:",
+        "if False:",
+        "a search goes on where nothing is better any more",
+        "tests/config/test_autotuning.py",
+    ),
+    Mutant(
         "batch-without-the-ranks",
         "fds/config/keys/step.py",
         "steps = train // (micro * world_size) if train is not None and micro is not None else 1",
