@@ -73,6 +73,7 @@ WAYS = {
     "2:4": sparse(block="2:4"),
     "half of the weights": sparse(density=0.5),
     "half of the heads": Way(without_heads),
+    "4 bits, half of the heads": Way(lambda *how: [*rounded(4).transforms(*how), *without_heads(*how)]),
 }
 
 

@@ -153,7 +153,11 @@ class Baked:
                     if i > 1:  # the first ones make memory
                         taken.append(1000 * (time.perf_counter() - start))
         baked, plain = map(median, times)
-        return Speed(baked, plain, "the same numbers in float" if self.uncut is None else "the uncut model in float")
+        if self.uncut is not None:
+            return Speed(baked, plain, "the uncut model in float")
+        if any(entry.zeros for entry in self.entries) and not any(entry.bits for entry in self.entries):
+            return Speed(baked, plain, "without zeros, which are multiplied as other numbers are")
+        return Speed(baked, plain)
 
     def unpacked(self) -> nn.Module:
         """Return a copy of the module that holds numbers in the place of integers, with nothing cut off: larger."""

@@ -121,9 +121,9 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
 def read_baked(folder: str | os.PathLike[str], module: nn.Module) -> nn.Module:
     """Fill a module with what `Baked.save` wrote of one of the same structure, in place, and return it in eval mode.
 
-    Of a pruned model that is a module as large as before, of which is cut off what was, or a smaller one. It is then
-    what was written, whatever it was: reading twice is reading once. Raises `StorageError` for files that cannot be
-    read, and for a module of other names, shapes or dtypes, which stays as it is.
+    Of a pruned model that is a module as large as before, which is cut as the other was, or one of its sizes. It is
+    then what was written, whatever it was: reading twice is reading once. Raises `StorageError` for files that cannot
+    be read, and for a module of other names, shapes or dtypes, which stays as it is.
     """
     at = check_path(folder, "folder")
     if not is_a(module, nn.Module):
@@ -142,7 +142,7 @@ def read_baked(folder: str | os.PathLike[str], module: nn.Module) -> nn.Module:
     try:
         packed = {path: _packed(path, described, tensors) for path, described in integers.items()}
         _restructure(trial, cuts, packed, inputs)
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, StateError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError, StateError) as error:
         want = "a module of the structure that was baked"
         raise StorageError("this module has another structure", got=str(error)[:200], want=want) from error
     has = {name: x for name, x in trial.state_dict().items() if not _is_held(name, integers)}

@@ -109,7 +109,9 @@ class Packed:
         codes = self._codes()
         code = (self._of_numbers(integer) - self.lowest).clamp(0, 2**self.bits - 1)
         code = (code - _offset(self.bits)).to(codes.dtype)
-        return attrs.evolve(self, codes=_joined(torch.where(where.view_as(codes), code, codes), _width(self.bits)))
+        return attrs.evolve(
+            self, codes=_joined(torch.where(where.reshape(codes.shape), code, codes), _width(self.bits))
+        )
 
     def _of_numbers(self, x: Tensor) -> Tensor:
         """Return what each group has (G, 1) as integers are multiplied by it."""

@@ -1,5 +1,6 @@
 """`bake` of pruned models: dims are smaller, scores are gone, outputs are those of an evaluation."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch import nn
 
 import fds
 from fds.compression import read_baked, sensitivity, shrink, with_scores
-from fds.errors import ComposeError, StateError
+from fds.errors import ComposeError, StateError, StorageError
 from tests.bits import assert_same_bits
 from tests.golden import pruning_masks as golden
 from tests.transforms import test_prune_structures as structures
@@ -55,6 +56,21 @@ def test_masked_weights_are_zeros_and_scores_are_gone():
     assert "2.weight_scores" not in dict(baked.module.named_parameters())
     (entry,) = [entry for entry in baked.entries if entry.name == "2.weight_scores"]
     assert (entry.bytes_before, entry.bytes_after) == (8 * 96, 0)
+    zeros = fds.bake(*trained(structures.multilayer, [fds.prune_weights("2.weight", density=0.25)]))
+    assert "without zeros" in str(zeros.measure(batch(structures.multilayer, 0)[0], repeats=1))
+
+
+def test_a_module_that_cannot_be_cut_so_stays_as_it_is(tmp_path):
+    kind, _, prune = CASES["next rows"]
+    fds.bake(*trained(kind, [prune()])).save(tmp_path)
+    for place, other in ((0, nn.Linear(4, 13)), (0, nn.Flatten()), (2, nn.LayerNorm(12)), (2, nn.Linear(13, 8))):
+        module = kind().double()
+        module[place] = other.double()
+        words, before = repr(module), copy.deepcopy(module.state_dict())
+        with pytest.raises(StorageError, match="another structure"):
+            read_baked(tmp_path, module)
+        assert repr(module) == words
+        assert_same_bits(module.state_dict(), before)
 
 
 def test_rows_by_their_sensitivity_and_weights_in_integers():
