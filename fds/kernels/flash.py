@@ -201,8 +201,10 @@ def _forward(
 
 class _Flash(Function):
     @staticmethod
-    def forward(*args) -> tuple[Tensor, Tensor]:
-        return _forward(*args)
+    def forward(
+        q, k, v, key_padding, bias, seed, query_documents, key_documents, causal, scale, p, offset
+    ) -> tuple[Tensor, Tensor]:
+        return _forward(q, k, v, key_padding, bias, seed, query_documents, key_documents, causal, scale, p, offset)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:

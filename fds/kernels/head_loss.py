@@ -191,8 +191,13 @@ class LinearCrossEntropy(Function):
     """A total of `hidden, weight, targets, bias, wants, ...`, whose gradients `forward` returns beside it."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return _forward(*args)
+    def forward(
+        hidden: Any, weight: Any, targets: Any, bias: Any, wants: Any, chunk_tokens: Any, label_smoothing: Any,
+        z_loss: Any, ignore_index: Any, by_kernels: Any,
+    ) -> tuple[Tensor, ...]:
+        return _forward(
+            hidden, weight, targets, bias, wants, chunk_tokens, label_smoothing, z_loss, ignore_index, by_kernels
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

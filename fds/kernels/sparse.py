@@ -37,8 +37,14 @@ MOST_BYTES = 512  # of a row of q that fits into a block of the kernels
 
 class _Rows(Function):
     @staticmethod
-    def forward(*args) -> Tensor:
-        return sparse_rows.forward(*args[:9], _key(args[9]), *args[10:])
+    def forward(
+        q, k, v, key_padding, bias, distances, seed, documents, chosen, listed, bias_sizes, block, together, causal,
+        scale, p, offset,
+    ) -> Tensor:
+        return sparse_rows.forward(
+            q, k, v, key_padding, bias, distances, seed, documents, chosen, _key(listed), bias_sizes, block, together,
+            causal, scale, p, offset,
+        )
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -59,8 +65,14 @@ class _Listed(Function):
     """The kernels, which have no gradient of a bias: where one requires it, the reference runs."""
 
     @staticmethod
-    def forward(*args) -> tuple[Tensor, Tensor]:
-        return sparse_forward.forward(*args[:9], _key(args[9]), *args[10:])
+    def forward(
+        q, k, v, key_padding, bias, relative_bias, seed, documents, chosen, listed, block, together, causal, scale, p,
+        offset,
+    ) -> tuple[Tensor, Tensor]:
+        return sparse_forward.forward(
+            q, k, v, key_padding, bias, relative_bias, seed, documents, chosen, _key(listed), block, together, causal,
+            scale, p, offset,
+        )
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:

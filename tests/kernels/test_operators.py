@@ -14,7 +14,7 @@ from fds.kernels._swiglu import swiglu
 from fds.kernels.choice import only
 from fds.kernels.operators import Function, Operator
 from tests.kernels.accuracy import random
-from tests.kernels.ways import WAYS, plain
+from tests.kernels.ways import WAYS, plain, traced
 
 X, ROW, COLUMN, LOSS = random(4, 8), random(8, seed=1), random(4, seed=2).abs(), random(4, seed=3)
 TARGETS, SEED = torch.tensor([0, 7, -100, 3]), torch.tensor(3)
@@ -150,3 +150,21 @@ def test_torch_neither_makes_nor_binds_a_signature_when_a_function_is_called(mon
     with only("triton"):
         swiglu(X.clone().requires_grad_(), X).sum().backward()
     assert not slow
+
+
+ITSELF = local_sliding_window(1, 1, num_sliding_window_blocks=1)
+UNRECORDED = {
+    "linear_cross_entropy": lambda x: fds.kernels.linear_cross_entropy(x, x, torch.arange(len(x))),
+    "flash_attention": lambda x: fds.kernels.flash_attention(*[x.view(1, 1, *x.shape)] * 3),
+    "sparse_attention": lambda x: fds.kernels.sparse_attention(*[x.view(1, 1, *x.shape)] * 3, ITSELF),
+}
+
+
+@traced
+@pytest.mark.parametrize("kind", ["triton", "reference"])
+@pytest.mark.parametrize("name", UNRECORDED)
+def test_a_graph_without_gradients_is_compiled_whole(name, kind):
+    x = random(8, 16)
+    with only(kind), torch.no_grad():
+        compiled = torch.compile(UNRECORDED[name], backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), UNRECORDED[name](x))
