@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +17,9 @@ from fds.errors import AttentionLayoutError, is_a, is_int
 Rule = Callable[[int, int], AttentionLayout]  # of heads and blocks
 MOST_LAYOUTS = 64  # that are kept; a layout takes little, and making it host time
 MOST_BLOCKS = 1024  # of layouts that are made for sequences that are too short for a rule
+
+_KEYS = itertools.count(1)
+_LIVING: weakref.WeakValueDictionary[int, LayoutByLength] = weakref.WeakValueDictionary()
 
 
 def _check_source(instance: Any, attribute: Any, value: Any) -> None:
@@ -37,7 +43,7 @@ def _check_most(instance: Any, attribute: Any, value: Any) -> None:
         )
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class LayoutByLength:
     """The layouts of sequences of any length: what a layer of sparse attention holds.
 
@@ -50,6 +56,7 @@ class LayoutByLength:
         source: an `AttentionLayout`, or a rule. A rule's blocks have the tokens that its argument `block` says by
             default, or its attribute `block`: 16 where it has neither.
         max_tokens: None, or the longest sequences.
+        key: a number of this object, which a compiled graph has in its place.
 
     Raises `AttentionLayoutError` for anything else.
 
@@ -60,7 +67,11 @@ class LayoutByLength:
 
     source: AttentionLayout | Rule = attrs.field(validator=_check_source)
     max_tokens: int | None = attrs.field(default=None, validator=_check_most)
-    _made: dict[tuple[int, int], AttentionLayout] = attrs.field(factory=dict, init=False, repr=False)
+    key: int = attrs.field(init=False, repr=False, factory=lambda: next(_KEYS))
+    _made: dict[tuple[int, ...], AttentionLayout] = attrs.field(factory=dict, init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        _LIVING[self.key] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayoutByLength:
         """Return the object itself: copies of a layer share layouts."""
@@ -83,19 +94,29 @@ class LayoutByLength:
         """Whether a token sees the same of the tokens before it, however long the sequence is."""
         return isinstance(self.source, AttentionLayout) or self.max_tokens is not None
 
-    def at(self, heads: int, tokens: int) -> AttentionLayout:
+    def at(self, heads: int, tokens: int, first: int = 0, count: int | None = None) -> AttentionLayout:
         """Return the layout of so many heads, or of one for all, whose last block ends in the last token, or after it.
+
+        Of `count` heads from the first on, where that is given. torch.compile takes what this returns for a constant.
 
         Raises `AttentionLayoutError` for more tokens than the longest sequences have, other heads than a layout has,
         and for what a rule returns that is no such layout.
         """
-        blocks = -(-tokens // self.block)
-        if (heads, blocks) not in self._made:
-            layout = self._make(heads, tokens, blocks)
-            if len(self._made) >= MOST_LAYOUTS:
-                self._made.pop(next(iter(self._made)))
-            self._made[heads, blocks] = layout
-        return self._made[heads, blocks]
+        # `index`, since torch.compile takes it for constant; other numbers of tokens are another graph
+        sizes = heads, operator.index(tokens), first, heads if count is None else count
+        _fill(self.key, *sizes)
+        return self._made[sizes]
+
+    def _fill(self, *sizes: int) -> None:
+        if sizes in self._made:
+            return
+        heads, tokens, first, count = sizes
+        layout = self._make(heads, tokens, -(-tokens // self.block))
+        if count < heads and layout.num_heads > 1:
+            layout = AttentionLayout.of([layout.of_head(h) for h in range(first, first + count)], layout.block)
+        if len(self._made) >= MOST_LAYOUTS:
+            self._made.pop(next(iter(self._made)))
+        self._made[sizes] = layout
 
     def _make(self, heads: int, tokens: int, blocks: int) -> AttentionLayout:
         most = self.source.tokens if isinstance(self.source, AttentionLayout) else self.max_tokens
@@ -140,3 +161,12 @@ class LayoutByLength:
                 hint="def rule(heads, blocks, block=32): of a rule with other blocks the default says their tokens",
             )
         return layout
+
+
+def _fill(key: int, *sizes: int) -> None:
+    _LIVING[key]._fill(*sizes)
+
+
+# torch.compile calls it while it traces, and not again: a layout is made by NumPy. So `torch.compiler` marks a function
+# whose result is constant; it would import torch._dynamo for that, which takes seconds.
+_fill._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -6,6 +6,7 @@ attribute of their own which layouts they have, so that models of one process ma
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import math
@@ -88,12 +89,13 @@ def is_sparse(model: nn.Module) -> bool:
 def _register() -> None:
     try:
         attention = importlib.import_module("transformers").AttentionInterface
-        masks = importlib.import_module("transformers.masking_utils").AttentionMaskInterface
+        masking = importlib.import_module("transformers.masking_utils")
+        masks = masking.AttentionMaskInterface
     except (ImportError, AttributeError) as error:
         want = "transformers 4.53 or later"
         raise ComposeError("attention cannot be registered", where="sparsify", got=str(error), want=want) from error
     attention.register(NAME, attend)
-    masks.register(NAME, mask_of)
+    masks.register(NAME, functools.partial(mask_of, masking))
 
 
 def attend(
@@ -191,22 +193,22 @@ def _rows(layout: AttentionLayout, m: int, n: int, causal: bool) -> Tensor:
 
 
 def mask_of(
+    masking: Any,
     batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
+    *,
+    mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> Tensor | None:
     """Return what attention needs to know beside the layout: key padding (B, S) bool, documents (B, S), or None.
 
-    A mask that says more is one of four dims, of tokens by tokens. Raises `KernelError` for a cache of fixed size, or
-    of a window.
+    `masking` is transformers' module of masks. A mask that says more is one of four dims, of tokens by tokens. Raises
+    `KernelError` for a cache of fixed size, or of a window.
     """
-    masks = importlib.import_module("transformers.masking_utils")  # which is not installed where types are checked
-
     if isinstance(q_offset, Tensor) or kv_offset or kv_length != q_offset + q_length:
         raise KernelError(
             "a cache has other keys than those of the tokens so far",
@@ -214,12 +216,12 @@ def mask_of(
             got=f"{kv_length} keys from {kv_offset} on, {q_length} queries",
             want="a DynamicCache",
         )
-    if mask_function in (masks.causal_mask_function, masks.bidirectional_mask_function):
+    if mask_function in (masking.causal_mask_function, masking.bidirectional_mask_function):
         return attention_mask
-    if attention_mask is None and (documents := _documents(mask_function, masks.causal_mask_function)) is not None:
+    if attention_mask is None and (documents := _documents(mask_function, masking.causal_mask_function)) is not None:
         return documents
     options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return masks.sdpa_mask(
+    return masking.sdpa_mask(
         batch_size, q_length, kv_length, mask_function=mask_function, attention_mask=attention_mask, **options
     )
 
@@ -227,8 +229,10 @@ def mask_of(
 def _documents(mask_function: Any, causal: Any) -> Tensor | None:
     """Return the documents (B, S) of packed rows, where a mask keeps these apart and is causal, and says no more.
 
-    transformers makes such a mask where positions begin anew in a row; None for any other mask.
+    transformers makes such a mask where positions begin anew in a row; None for any other mask, and in torch.compile.
     """
+    if torch.compiler.is_compiling():
+        return None
     both = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
     if len(both) != 2:
         return None

@@ -25,7 +25,7 @@ REGISTERED = {}  # by kind and name
 def package(monkeypatch):
     """Stand in for transformers."""
     package, masking = ModuleType("transformers"), ModuleType("transformers.masking_utils")
-    register = lambda kind: SimpleNamespace(register=lambda name, f: REGISTERED.setdefault((kind, name), f))
+    register = lambda kind: SimpleNamespace(register=lambda name, f: REGISTERED.update({(kind, name): f}))
     package.AttentionInterface, masking.AttentionMaskInterface = register("attention"), register("masks")
     masking.causal_mask_function, masking.bidirectional_mask_function = object(), object()
     monkeypatch.setitem(sys.modules, "transformers", package)
@@ -103,10 +103,11 @@ def test_a_cache_that_holds_other_keys_is_refused():
     mask = REGISTERED["masks", "fds_sparse"]
     causal = sys.modules["transformers.masking_utils"].causal_mask_function
     keys = torch.ones(2, 5, dtype=torch.bool)
-    assert mask(2, 1, 5, 4, 0, causal, keys) is keys and mask(2, 5, 5, 0, 0, causal) is None
+    assert mask(2, 1, 5, 4, mask_function=causal, attention_mask=keys) is keys
+    assert mask(2, 5, 5, mask_function=causal) is None
     for q_offset, kv_offset, length in ((torch.tensor(4), 0, 5), (4, 1, 5), (4, 0, 16)):
         with pytest.raises(KernelError, match="DynamicCache"):
-            mask(2, 1, length, q_offset, kv_offset, causal, keys)
+            mask(2, 1, length, q_offset, kv_offset, mask_function=causal, attention_mask=keys)
 
 
 class RobertaEmbeddings(nn.Module):

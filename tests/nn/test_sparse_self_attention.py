@@ -187,6 +187,19 @@ def test_a_step_over_ranks_is_the_step_of_one(way):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself
+def test_a_compiled_step_is_one_graph_for_each_length():
+    def steps(*more):
+        apply, params, _ = fds.functional(module_of(0))
+        step = fds.compose(*more, fds.sgd(0.5))(lambda params, x: apply(params, x).square().mean())
+        state = step.init(params)
+        for length in (40, 16, 40):
+            state, metrics = step(state, rows()[:, :length])
+        return metrics["loss"], step.evaluate(state, rows())["loss"], step.params(state)
+
+    torch.testing.assert_close(steps(fds.compile(backend="aot_eager")), steps())
+
+
 def test_ids_masks_and_embeddings_are_padded_to_a_block_and_taken_back():
     ids = torch.arange(1, 11).view(2, 5)
     table = nn.Embedding(20, 3)

@@ -202,6 +202,14 @@ def test_a_step_over_ranks_is_the_step_of_one(name, way):
         torch.testing.assert_close(got, want, **tolerance(name))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_compiled_step_is_one_graph(name):
+    got = trained(name, {"dp": 1}, lambda mesh: fds.compile(backend="aot_eager"))
+    torch.testing.assert_close(got, alone(name), **tolerance(name))
+
+
 class Block(torch.nn.Module):
     """A block that returns the hidden states alone."""
 

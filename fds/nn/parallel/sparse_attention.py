@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fds import kernels
@@ -71,9 +70,8 @@ def sparse_attention(
         )
     arguments.required(q=q, k=k, v=v)
     check(*arguments.as_products_cast(q, k, v), key_padding=None, bias=None, scale=scale, p=p)
-    size = 1 if axis is None else axis.size
-    layout = _of_these_heads(layout, q.shape[1], q.shape[2] * size, p)
-    if axis is None or size == 1:
+    layout = _of_these_heads(layout, q, axis, p)
+    if axis is None or axis.size == 1:
         tokens.check_alone(q, k)
         return kernels.sparse_attention(
             q, k, v, layout, causal=causal, key_padding=key_padding, bias=bias, relative_bias=relative_bias,
@@ -84,11 +82,10 @@ def sparse_attention(
     return _over_ranks(q, k, v, axis, layout, causal=causal, scale=scale, p=p, bias=bias, **masks)
 
 
-@torch._disable_dynamo  # layouts are of the host
-def _of_these_heads(layout: Any, heads: int, tokens: int, p: float) -> AttentionLayout:
-    """Return the layout of this rank's heads, of the tokens of all ranks."""
-    region = heads_around()
-    parts = 1 if region is None else region.axis.size
+def _of_these_heads(layout: Any, q: Tensor, axis: Axis | None, p: float) -> AttentionLayout:
+    """Return the layout of the heads that this rank computes, of the tokens of all ranks of an axis."""
+    region, heads = heads_around(), q.shape[1]
+    parts, size = 1 if region is None else region.axis.size, 1 if axis is None else axis.size
     if p and parts > 1:
         raise KernelError(
             "weights of sparse attention are dropped for some of the heads, and others than one rank would drop",
@@ -96,31 +93,21 @@ def _of_these_heads(layout: Any, heads: int, tokens: int, p: float) -> Attention
             got=f"p={p}, {heads} heads on each of {parts} ranks",
             want="none, and dropout of what attention returns",
         )
-    if is_a(layout, LayoutByLength):
-        layout = layout.at(heads * parts, tokens)
-    if not is_a(layout, AttentionLayout):
+    if is_a(layout, AttentionLayout) and parts == size == 1:
+        return layout
+    if is_a(layout, AttentionLayout) and layout.tokens - layout.block < q.shape[2] * size <= layout.tokens:
+        layout = LayoutByLength(layout)
+    if not is_a(layout, LayoutByLength):
         raise KernelError(
-            "not a layout",
+            "not a layout of all tokens",
             where="layout",
-            got=type(layout).__name__,
-            want="an AttentionLayout, or a LayoutByLength of fds.attention_layouts",
+            got=repr(layout)[:80],
+            want=f"an AttentionLayout of {q.shape[2] * size} tokens, or a LayoutByLength of fds.attention_layouts",
             hint="LayoutByLength(bigbird)",
         )
-    if region is None or len(layout.patterns) == 1:
-        return AttentionLayout(layout.patterns, (0,), layout.block) if len(layout.patterns) == 1 else layout
-    if layout.num_heads != heads * parts:
-        raise KernelError(
-            "the layout has other heads than all ranks together",
-            where="layout",
-            got=f"{layout.num_heads} heads of the layout",
-            want=f"{heads * parts}: {heads} on each of {parts} ranks; or 1",
-        )
-    return heads_of(layout, region.axis.index * heads, heads)
-
-
-def heads_of(layout: AttentionLayout, first: int, heads: int) -> AttentionLayout:
-    """Return the layout of some of the heads."""
-    return AttentionLayout.of([layout.of_head(h) for h in range(first, first + heads)], layout.block)
+    first = 0 if region is None else region.axis.index * heads
+    count = heads // size  # ranks that do not divide the heads are refused where they exchange them
+    return layout.at(heads * parts, q.shape[2] * size, first + (0 if axis is None else axis.index * count), count)
 
 
 @untraced("fds.nn.sparse_attention meets other ranks; fds.compile(fullgraph=False) lets it run uncompiled")
@@ -134,9 +121,6 @@ def _over_ranks(
     check(q, k, v, key_padding, None, scale, p, documents)
     check_parts(q, k, axis, "contiguous", bias, p)
     q, scale = positive(q, max(q.shape[3], 1) ** -0.5 if scale is None else scale)
-    if layout.num_heads == q.shape[1] and q.shape[1] % axis.size == 0:
-        heads = q.shape[1] // axis.size
-        layout = heads_of(layout, axis.index * heads, heads)
     out = ulysses_attention(
         q, k, v, axis, causal=causal, key_padding=key_padding, documents=documents, scale=scale, layout="contiguous",
         compute=functools.partial(kernels.sparse_attention, layout=layout),

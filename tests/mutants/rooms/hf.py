@@ -22,8 +22,8 @@ MUTANTS = (
     Mutant(
         "every-rank-has-the-first-heads",
         "fds/nn/parallel/sparse_attention.py",
-        "heads_of(layout, region.axis.index * heads, heads)",
-        "heads_of(layout, 0, heads)",
+        "first = 0 if region is None else region.axis.index * heads",
+        "first = 0",
         "ranks of a tensor axis compute their heads by the layout of the first rank's",
         "tests/nn/test_sparse_self_attention.py",
     ),
