@@ -155,7 +155,7 @@ class _Hessian:
     @classmethod
     def of(cls, loss: Callable[[Any, Any], Any], params: Any, batch: Any, axis: Axis | None, key: int) -> _Hessian:
         """Run the loss and differentiate it once. Raises `LossError`."""
-        if not callable(loss):
+        if not (callable(loss) or is_a(loss, losses.Buffered)):
             raise FdsError("not a loss", where="loss", got=repr(loss)[:80], want="loss_fn(params, batch)")
         if is_a(params, State):
             raise FdsError("not parameters", where="params", got="a State", want="whole parameters: step.params(state)")
@@ -165,6 +165,9 @@ class _Hessian:
             raise FdsError("not parameters", where="params", got=repr(params)[:80], want="a tree of tensors")
         inputs = [x.detach().requires_grad_(tree.is_float(x)) for x in flat]
         leaves = {name: x for name, x in zip(paths, inputs, strict=True) if x.requires_grad}
+        if is_a(loss, losses.Buffered):
+            loss_fn, buffers = loss.loss_fn, loss.buffers
+            loss = lambda params, batch: loss_fn(params, batch, buffers)
         # attention by products of matrices and references have second derivatives; kernels have not
         with (
             torch.enable_grad(),

@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 from torch import Tensor, nn
 
+from fds import tree
 from fds.compression import scores
 from fds.compression.reduce_layers import reduce_layers
 from fds.compression.scores import SUFFIXES, Of
@@ -20,6 +22,7 @@ from fds.config.function_call import FunctionCall
 from fds.config.keys import Groups
 from fds.config.modules import ROOT, Group, Parts, groups_of, with_related
 from fds.errors import ConfigError, StateError
+from fds.transforms.quantize_weights import Factors
 
 _COMPUTING = ("linear", "transposed", "convolution")
 _WEIGHTS = (*_COMPUTING, "embedding")
@@ -34,6 +37,31 @@ def asks_for_modules(config: Groups) -> str:
     techniques = ((key, getattr(config.compression_training, key)) for key in _TECHNIQUES)
     asking = (key for key, technique in techniques if technique.shared_parameters.enabled)
     return next((f"{ROOT}.{key}.shared_parameters.enabled" for key in asking), "")
+
+
+def bits_fall(config: Groups) -> bool:
+    """Say whether bits of weights fall as training goes on (MoQ)."""
+    technique = config.compression_training.weight_quantization
+    shared, groups = technique.shared_parameters, technique.different_groups.values()
+    falling = any(group.params.start_bits != group.params.target_bits for group in groups)
+    return shared.enabled and not shared.quantize_weight_in_forward and falling
+
+
+def parts_of(config: Groups, model: Any, factors: Factors | None = None) -> Parts | None:
+    """Return what groups may name in a module, or in `Layers`; None where nothing asks for it, and without a model.
+
+    Raises `ConfigError` for factors that nothing takes, and for what is no dict of them.
+    """
+    if factors and not (tree.is_dict(factors) and bits_fall(config)):
+        raise ConfigError(
+            "factors are of weights whose bits fall",
+            where=f"factors=, {ROOT}.weight_quantization",
+            got=repr(factors)[:80],
+            want='{"h.0.*": 0.5}, with start_bits above target_bits, and without quantize_weight_in_forward',
+        )
+    if model is None or not asks_for_modules(config):
+        return None
+    return attrs.evolve(Parts.of(model), factors=factors or {})
 
 
 def weight_quantization(config: Groups, model: Parts | None) -> Iterator[FunctionCall]:
@@ -85,7 +113,8 @@ def weight_quantization(config: Groups, model: Parts | None) -> Iterator[Functio
 def _factors(patterns: Sequence[str], model: Parts) -> dict[str, Any] | None:
     """Return the factors of weights that match these patterns, None for none."""
     weights = [name for pattern in patterns for name in fnmatch.filter(model.names, pattern)]
-    return {block: x for block, x in model.factors.items() if fnmatch.filter(weights, block)} or None
+    number = lambda x: [*map(number, x)] if tree.is_sequence(x) else getattr(x, "normalized", x)
+    return {block: number(x) for block, x in model.factors.items() if fnmatch.filter(weights, block)} or None
 
 
 def activation_quantization(config: Groups, model: Parts | None) -> Iterator[FunctionCall]:

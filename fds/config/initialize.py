@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import glob
 import json
 import os
@@ -12,26 +11,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
-from torch import Tensor, nn
+from torch import nn
 
 from fds.collectives import Mesh, init_distributed, mesh as make_mesh, worlds
 from fds.collectives.launch import launched
 from fds.config.composition import axes_of, calls, data_ranks, embeddings_of
-from fds.config.compression import asks_for_modules
+from fds.config.compression import Factors, parts_of
+from fds.config.eigenvalues import factors_at_start
 from fds.config.elasticity import check_unchanged, search
-from fds.config.modules import Parts
+from fds.config.losses import loss_and_params
 from fds.config.reading import Unknown
 from fds.config.sampling import draws_by_tokens, microbatches_of, order_of, rate_of
 from fds.config.sparse_models import sparse_model
 from fds.config.training import TrainingConfig
 from fds.data import BatchOrder, DistributedLoader, TokenBatches
-from fds.errors import BatchError, ComposeError, ConfigError, DataError, FdsError, LossError, MeshError
-from fds.loss import Layers, functional, with_buffers
+from fds.errors import BatchError, ConfigError, DataError, FdsError, MeshError
+from fds.loss import Layers
 from fds.microbatches import Microbatches
 from fds.optim import Optimizer
 from fds.state import State
 from fds.step import Split, Step, Transform, compose, rows
-from fds.step.checks.forms import takes
 from fds.transforms.freeze import freeze
 
 
@@ -49,13 +48,18 @@ def initialize(
     auto: Mapping[str, Any] | None = None,
     unknown: Unknown = "error",
     transforms: Sequence[Any] = (),
+    factors: Factors | None = None,
     key: int = 0,
 ) -> tuple[Step, State, DistributedLoader | None, Callable[[Any], Any] | None]:
     """Return the step, its initial state, a loader of the training data, and the learning rate's schedule.
 
     `config.explain(mesh)` shows the composition as Python; `fds.compose(*config.transforms(mesh))(loss_fn)` is the same
-    step (with `sparse_gradients`: `config.transforms(mesh, model=model)`). Starts the process group if torchrun, Slurm
-    or MPI launched several ranks and the program has not.
+    step (with `sparse_gradients` or `compression_training`: `config.transforms(mesh, model=model)`). Starts the process
+    group if torchrun, Slurm or MPI launched several ranks and the program has not.
+
+    `compression_training` rounds and prunes the modules that its groups name; scores that pruning needs are added to a
+    copy of the model, and a student of `layer_reduction` is made before, by `config.reduce_layers`. In the end
+    `fds.bake(step, state, model)` is DeepSpeed's `redundancy_clean`.
 
     Args:
         model: a module, which is not modified: its parameters are copied, on their device, and those with
@@ -76,12 +80,16 @@ def initialize(
         auto: JSON path -> value of keys that are `"auto"`; see `TrainingConfig.resolve`.
         unknown: `"warn"` leaves out unknown keys of the JSON; see `TrainingConfig.of`.
         transforms: additional ones, for which there is no key: `fds.donate()`, `fds.ema(0.999)`.
+        factors: of weights whose bits fall (MoQ), by patterns of their names: what `config.eigenvalues` returns, or
+            numbers, as `fds.quantize_weights` takes them. By default, where `eigenvalue.enabled` asks for them, layers
+            are measured here, of the model as it is and the first batch of `training_data`, on all data ranks.
         key: seed of the state's random numbers, of the initial parameters of `Layers` and of the order of the data.
 
     Calls of the step raise `BatchError` for other rows than all microbatches of a rank have by the JSON. Fewer pass
     where it says `"dataloader_drop_last": false`: the last batch of an epoch. `evaluate` takes any number.
 
-    With `elasticity` in the JSON, a `UserWarning` says where this number of ranks does not share the others' batch.
+    With `elasticity` in the JSON, a `UserWarning` says where this number of ranks does not share the others' batch; one
+    says where `eigenvalue.enabled` asks for factors, and there are neither these nor `training_data`.
 
     Raises `ConfigError` if JSON and arguments both say something, `ElasticityError` for a number of ranks that has no
     elastic batch and for a JSON that a scheduler was told otherwise, and all that `compose` and `step.init` raise.
@@ -108,11 +116,14 @@ def initialize(
     model = sparse_model(config, model, mesh)
     model = config.with_scores(model) if isinstance(model, nn.Module) else model
     loss_fn, params = loss_and_params(model, loss)
-    step = compose(*_frozen(model), *transforms, *_transforms(config, mesh, model, optimizer, schedule))(loss_fn)
+    loader = None if training_data is None else _loader(config, mesh, training_data, collate_fn, key, order)
+    if factors is None:
+        factors = factors_at_start(config, loss_fn, params, loader, axis=_data_axis(mesh), key=key)
+    configured = _transforms(config, mesh, model, optimizer, schedule, factors)
+    step = compose(*_frozen(model), *transforms, *configured)(loss_fn)
     _check_tensor_axis(step, mesh)
     if not draws_by_tokens(config):
         step = attrs.evolve(step, split=_split(config, step.split))
-    loader = None if training_data is None else _loader(config, mesh, training_data, collate_fn, key, order)
     state = step.init(params, key=key)
     config.dump_state(state, step)
     return step, state, loader, schedule
@@ -231,9 +242,11 @@ def _check_given_once(config: TrainingConfig, optimizer: Any, schedule: Any) -> 
         )
 
 
-def _transforms(config: TrainingConfig, mesh: Mesh, model: Any, optimizer: Any, schedule: Any) -> list[Any]:
+def _transforms(
+    config: TrainingConfig, mesh: Mesh, model: Any, optimizer: Any, schedule: Any, factors: Factors | None
+) -> list[Any]:
     embeddings = embeddings_of(model) if isinstance(model, nn.Module) else None
-    parts = Parts.of(model) if asks_for_modules(config) else None
+    parts = parts_of(config, model, factors)
     configured = list(calls(config, mesh.shape, embeddings, parts))
     if config.optimizer is not None and config.optimizer.type is not None:
         if schedule is not None:  # no change if it is the JSON's
@@ -371,89 +384,3 @@ def config_of(args: Any, config: Any) -> Any:
             want="one of them: config=, a TrainingConfig, a dict or a path, or --fds_config on the command line",
         )
     return configs[0]
-
-
-def loss_and_params(model: Any, loss: Callable | None) -> tuple[Any, Any]:
-    """Return `loss_fn(params, batch)` of a module or `Layers`, and the argument of `step.init`.
-
-    Raises `ComposeError` for a model or a loss that cannot be used.
-    """
-    if isinstance(model, Layers):
-        if loss is not None:
-            raise ComposeError(
-                "`Layers` have their own criterion",
-                where="loss",
-                got=f"{loss!r:.60} and Layers",
-                want="fds.Layers(layers, criterion)",
-            )
-        return model, model.init
-    if not isinstance(model, nn.Module):
-        raise ComposeError("not a model", where="model", got=type(model).__name__, want="a module, or fds.Layers")
-    if any(x.is_meta for x in model.parameters()):
-        raise ComposeError(
-            "the parameters of the module have no values",
-            where="model",
-            got="parameters on meta",
-            want="step.init(fds.recipe(Model)) of fds.compose(*config.transforms(mesh))(loss_fn)",
-        )
-    if loss is not None and not takes(2)(loss):
-        raise ComposeError("not a loss", where="loss", got=repr(loss)[:60], want="loss(model, batch) -> scalar")
-    apply, params, buffers = functional(model)
-    name = type(model).__name__ if loss is None else getattr(loss, "__name__", type(loss).__name__)
-    loss = _loss_of_module if loss is None else loss
-    if not _changes_buffers(model):
-        plain = lambda params, batch: loss(_Model(functools.partial(apply, params)), batch)
-        plain.__name__ = name
-        return plain, params
-
-    def threaded(params: Any, batch: Any, buffers: dict[str, Tensor]) -> tuple[Any, dict, dict[str, Tensor]]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal buffers
-            out, buffers = apply.with_buffers(params, buffers, *args, **kwargs)
-            return out
-
-        value = loss(_Model(call), batch)
-        value, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
-        return value, metrics, buffers
-
-    threaded.__name__ = name
-    return with_buffers(threaded, buffers), params
-
-
-class _AttributeError(LossError, AttributeError):
-    """An `AttributeError`, so that `hasattr` and `getattr` with a default work."""
-
-
-@attrs.frozen(eq=False)
-class _Model:
-    """What a loss receives in place of the module: called like it, but with the parameters of the step."""
-
-    call: Callable
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        raise _AttributeError(
-            "the model that a loss receives can be called, but has no attributes",
-            where="loss(model, batch)",
-            got=f"model.{name}",
-            want="model(...)",
-            hint="read settings from the module itself; for the parameters of the step, use loss_fn(params, batch) "
-            "with fds.compose(*config.transforms(mesh))(loss_fn)",
-        )
-
-
-def _loss_of_module(model: Callable, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        out = model(**batch)
-    else:
-        out = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    return getattr(out, "loss", out)
-
-
-def _changes_buffers(model: nn.Module) -> bool:
-    """Return whether the module has batch statistics; changes of other buffers are refused when they happen."""
-    return any(
-        isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats for module in model.modules()
-    )

@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from fds.collectives import Axis, Mesh, worlds
 from fds.config import composition
 from fds.config.composition import clipping_call, loss_scale_call
-from fds.config.compression import asks_for_modules, student_of, with_scores
+from fds.config.compression import Factors, parts_of, student_of, with_scores
+from fds.config.eigenvalues import eigenvalues
 from fds.config.explain import explanation
 from fds.config.field import Argument, Edition
 from fds.config.function_call import FunctionCall, difficulty_call, optimizer_call, random_ltd_call, schedule_call
 from fds.config.keys import Groups
-from fds.config.modules import Parts
+from fds.config.losses import loss_and_params
 from fds.config.reading import Unknown, auto_paths, naming_the_option, read, with_known_keys
 from fds.config.record import Config, UnknownKeyError
-from fds.curvature import Eigenvalue, top_eigenvalue
+from fds.curvature import Eigenvalue
 from fds.debugging import dump_state
 from fds.errors import ComposeError, ConfigError, FdsError, MeshError, nearest
 from fds.loss import Layers
@@ -85,7 +86,7 @@ class TrainingConfig(Groups):
         return None if call is None else call.build(None)
 
     def transforms(
-        self, mesh: Mesh, *, model: nn.Module | Layers | None = None, factors: Mapping[str, float] | None = None
+        self, mesh: Mesh, *, model: nn.Module | Layers | None = None, factors: Factors | None = None
     ) -> tuple[Transform, ...]:
         """Return the transforms and the optimizer, for `fds.compose(*config.transforms(mesh))(loss)`.
 
@@ -98,8 +99,8 @@ class TrainingConfig(Groups):
             mesh: of all ranks.
             model: the module, or `Layers`, whose parameters `step.init` gets, by the same names; it is read for
                 `sparse_gradients`, which is of a module's embeddings, and for the modules of `compression_training`.
-            factors: of weights whose bits fall (MoQ), by patterns of their names, as `fds.quantize_weights` takes them:
-                `{block: x.normalized for block, x in config.eigenvalues(...).items()}`.
+            factors: of weights whose bits fall (MoQ), by patterns of their names: what `config.eigenvalues` returns, or
+                numbers, as `fds.quantize_weights` takes them.
 
         Raises `NotSupportedError`, naming all keys, for features that fds does not support yet; `ConfigError` for batch
         sizes that do not multiply, and for keys that need a module without one; `MeshError` for a mesh without `dp`;
@@ -110,9 +111,7 @@ class TrainingConfig(Groups):
                 "not a module", where="model", got=repr(model)[:60], want="an nn.Module, Layers, or None"
             )
         embeddings = composition.embeddings_of(model) if isinstance(model, nn.Module) else None
-        parts = Parts.of(model) if model is not None and asks_for_modules(self) else None
-        if parts is not None and factors:
-            parts = attrs.evolve(parts, factors=factors)
+        parts = parts_of(self, model, factors)
         return tuple(call.build(mesh) for call in composition.calls(self, _sizes(mesh), embeddings, parts))
 
     def with_scores(self, model: nn.Module) -> nn.Module:
@@ -207,34 +206,20 @@ class TrainingConfig(Groups):
         It is that of `fds.curvature.top_eigenvalue`.
 
         A layer is a block of its own, `"bert.encoder.layer.0.*"`. Whoever trains decides when: after any step, with
-        `step.params(state)`. Where the key is not enabled nothing is measured.
+        `step.params(state)`. Where the key is not enabled nothing is measured, and the dict is empty: so are factors,
+        which then change nothing.
 
         Args:
-            loss: as for `compose(...)(loss)`.
-            params: whole parameters.
+            loss: as for `compose(...)(loss)`; where `params` is a model, as for `fds.initialize`: of `Layers` None.
+            params: whole parameters; or a module, or `Layers`, for what they begin with.
             batch: of this rank.
             axis: data ranks that share the loss; all of them call this.
 
-        Raises `ConfigError` for `layer_num` 0, and what `top_eigenvalue` raises.
+        Raises `ConfigError` for layers that are not there, and what `top_eigenvalue` raises.
         """
-        moq = not self.eigenvalue.enabled
-        asked = self.quantize_training.eigenvalue if moq else self.eigenvalue
-        if not asked.enabled:
-            return {}
-        if not asked.layer_num:
-            where = "quantize_training.eigenvalue.layer_num" if moq else "eigenvalue.layer_num"
-            raise ConfigError("there are no layers to measure", where=where, got="0", want="1 or more")
-        blocks = [f"{asked.layer_name}.{i}.*" for i in range(asked.layer_num)]
-        return top_eigenvalue(
-            loss,
-            params,
-            batch,
-            blocks=blocks,
-            max_iter=asked.max_iter,
-            tol=asked.tol,
-            stability=asked.stability,
-            axis=axis,
-        )
+        if isinstance(params, nn.Module | Layers):
+            loss, params = loss_and_params(params, loss)
+        return eigenvalues(self, loss, params, batch, axis=axis)
 
     def explain(self, mesh: Mesh | Mapping[str, int], *, num_parameters: int | None = None) -> str:
         """Explain the configuration: the composition as Python, batch sizes, memory per rank, and keys without effect.

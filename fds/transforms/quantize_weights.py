@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import attrs
 import torch
@@ -24,7 +24,18 @@ from fds.layout import Leaf
 from fds.step import Call, Step, fill, transform
 
 _LATEST = 2**62  # a step that no run reaches
-Factors = Mapping[str, float | Sequence[float]]
+
+
+class Measured(Protocol):
+    """A lambda as `fds.curvature.top_eigenvalue` returns it."""
+
+    @property
+    def normalized(self) -> float:
+        """It, in [0, 1]."""
+        ...
+
+
+Factors = Mapping[str, float | Measured | Sequence[float | Measured]]
 
 
 @attrs.frozen
@@ -213,14 +224,16 @@ def _is_bits(bits: Any) -> bool:
     return len(pair) == 2 and is_int(pair[1], 1) and is_int(pair[0], pair[1]) and pair[0] <= 16
 
 
+def _lambdas(x: Any) -> tuple[Any, ...]:
+    """Return what stands for a block: a lambda for each drop."""
+    return tuple(getattr(each, "normalized", each) for each in (x if tree.is_sequence(x) and x else [x]))
+
+
 def _are_factors(factors: Any) -> bool:
     """Say whether these are numbers in [0, 1], or lists of them, by pattern."""
     if not (tree.is_dict(factors) and all(isinstance(k, str) for k in factors)):
         return False
-    numbers: list[Any] = []
-    for values in factors.values():
-        numbers += values if tree.is_sequence(values) and values else [values]
-    return all(is_number(x) and 0 <= x <= 1 for x in numbers)
+    return all(is_number(x) and 0 <= x <= 1 for values in factors.values() for x in _lambdas(values))
 
 
 @transform(
@@ -265,7 +278,7 @@ def quantize_weights(
     at p_1 = `period`, p_2 = 2 f_1 p_1, p_3 = 2 f_2 p_2, ..., f = 1 + floor(4 lambda), as DeepSpeed counts them: a
     period of 1 has the first call drop a bit. `factors` gives lambda, in [0, 1], for blocks of weights: one number, or
     one for each drop, of which the last holds on. They may be measured while a run goes on: where a drop comes
-    near, compose the step anew with one more lambda, `.normalized` of `fds.curvature.top_eigenvalue`, and go on with
+    near, compose the step anew with one more lambda, of what `fds.curvature.top_eigenvalue` returns, and go on with
     the same state. With `mixing` the loss sees r w + (1 - r) q, q being the rounded weight and r = max(0, 1 - mixing m)
     in the m-th call from the start, 1 in that of a drop, and so on from there.
 
@@ -283,7 +296,8 @@ def quantize_weights(
         offset: updates applied before the first call that rounds.
         period: calls till the first drop.
         mixing: by how much the share of the weight itself falls with each call; None mixes nothing in.
-        factors: lambda, or one for each drop, by pattern of names; the first that matches counts, and none is 0.
+        factors: lambda, or one for each drop, by pattern of names: numbers, or `fds.curvature.Eigenvalue`s, as
+            `top_eigenvalue(..., blocks=...)` returns them. The first that matches counts, and none is 0.
 
     Several may stand in a composition, on weights that are apart. On a tensor axis a group lies on one rank.
 
@@ -317,9 +331,7 @@ def quantize_weights(
             "quantize_weights: no bit is ever dropped", got=f"{bits=}, {period=}", want="bits=(start, target)"
         )
     cut: Groups = groups if groups is not None else "rows" if scheme == "torchao" else 1
-    values: dict[str, tuple[float, ...]] = {
-        pattern: tuple(x) if isinstance(x, Sequence) else (x,) for pattern, x in (factors or {}).items()
-    }
+    values: dict[str, tuple[float, ...]] = {pattern: _lambdas(x) for pattern, x in (factors or {}).items()}
 
     def apply(step: Step) -> Step:
         others = tuple(view for view in step.view if isinstance(view, Quantized))

@@ -212,12 +212,85 @@ def test_eigenvalues_of_layers_are_the_factors_of_moq():
     apply, params, _ = fds.functional(model)
     found = config.eigenvalues(lambda params, x: apply(params, x).square().sum(), params, golden.TOKENS)
     factors = {block: float(x.normalized) for block, x in found.items()}
+    square = lambda model, x: model(x).square().sum()
+    assert config.eigenvalues(square, model, golden.TOKENS) == found
     assert list(factors) == [f"bert.encoder.layer.{i}.*" for i in range(golden.LAYERS)]
-    transforms = config.transforms(fds.mesh(dp=1), model=model, factors=factors)
+    transforms = config.transforms(fds.mesh(dp=1), model=model, factors=found)
     rounding = [text for text in map(str, transforms) if text.startswith("quantize_weights")]
     assert len(rounding) == 2 and all(f"factors={factors!r}" in text for text in rounding)
     step = fds.compose(*transforms)(lambda params, x: apply(params, x).float().square().sum())
     step(step.init(params), golden.TOKENS)
+
+
+MOQ = technique("weight_quantization", {"a": ({"start_bits": 8, "target_bits": 4, "quantization_period": 2}, ["fc"])})
+MEASURED = {"enabled": True, "layer_name": "h", "layer_num": 2}
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (nn.ModuleDict({"fc": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}) for _ in range(2))
+        self.h, self.head = nn.ModuleList(blocks), nn.Linear(4, 1)
+
+    def forward(self, x):
+        for block in self.h:
+            x = block["norm"](x + torch.tanh(block["fc"](x)))
+        return self.head(x)
+
+
+def deep_loss(model, batch):
+    x, y = batch
+    return (model(x).float() - y).square().mean()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("where", ["eigenvalue", "quantize_training"])
+def test_initialize_measures_the_layers_that_eigenvalue_names(ranks, where):
+    """The factors are those of the first batch, of all ranks together, and of the model as it is."""
+    section = {"compression_training": MOQ, "fp16": {"enabled": True, "initial_scale_power": 4}}
+    section |= {where: MEASURED} if where == "eigenvalue" else {where: {"eigenvalue": MEASURED}}
+    config = TrainingConfig.of(TRAINED | section | {"train_batch_size": 8})
+    g = torch.Generator().manual_seed(1)
+    data = [(torch.randn(4, generator=g), torch.randn(1, generator=g)) for _ in range(8)]
+    apply, params, _ = fds.functional(Deep())
+    loss_fn = lambda params, batch: deep_loss(lambda x: apply(params, x), batch)
+    rows = next(iter(fds.data.DistributedLoader(data, 8)))
+    want = fds.curvature.top_eigenvalue(loss_fn, params, rows, blocks=("h.0.*", "h.1.*"), stability=1e-6)
+
+    def run():
+        step, state, loader, _ = fds.initialize(Deep(), deep_loss, config=config, training_data=data)
+        (view,) = step.view
+        assert view.factors.keys() == want.keys() and len({*view.factors.values()}) == 2
+        for block, (factor,) in view.factors.items():
+            assert factor == pytest.approx(want[block].normalized, rel=1e-4)
+        batch = next(iter(loader))
+        step(state, batch)
+
+    fds.simulate(run, ranks) if ranks > 1 else run()
+
+
+def test_initialize_says_that_there_is_nothing_to_measure_with_and_takes_factors():
+    config = TRAINED | {"compression_training": MOQ, "fp16": {"enabled": True}, "eigenvalue": MEASURED}
+    with pytest.warns(UserWarning, match="fds.initialize\\(model, loss, config=config, factors=factors\\)"):
+        step, *_ = fds.initialize(Deep(), deep_loss, config=config)
+    assert not step.view[0].factors
+    batch = torch.ones(2, 4), torch.ones(2, 1)
+    factors = TrainingConfig.of(config).eigenvalues(deep_loss, Deep(), batch)
+    step, state, *_ = fds.initialize(Deep(), deep_loss, config=config, factors=factors)
+    assert step.view[0].factors == {block: (x.normalized,) for block, x in factors.items()}
+    step(state, batch)
+    fixed = technique("weight_quantization", {"a": ({"start_bits": 4, "target_bits": 4}, ["fc"])})
+    none, *_ = fds.initialize(Deep(), deep_loss, config=config | {"compression_training": fixed})  # no bits fall
+    assert not none.view[0].factors
+    with pytest.raises(ConfigError, match="bits fall") as refused:
+        fds.initialize(Deep(), deep_loss, config=config | {"compression_training": fixed}, factors=factors)
+    assert "factors=" in refused.value.where
+    for layers, where in (({"layer_name": "blocks"}, "layer_name"), ({"layer_num": 0}, "layer_num")):
+        wrong = TrainingConfig.of(config | {"eigenvalue": MEASURED | layers})
+        with pytest.raises(ConfigError, match="layer") as refused:
+            wrong.eigenvalues(deep_loss, Deep(), batch)
+        assert where in refused.value.where
 
 
 def test_a_student_begins_with_layers_of_its_teacher_and_else_with_what_is_named():
