@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
 import torch
+from torch import nn
 
-from fds.config.composition import EMBEDDINGS, compose_supported, data_ranks, unsupported_keys
+from fds.config.composition import EMBEDDINGS, compose_supported, data_ranks, embeddings_of, unsupported_keys
+from fds.config.compression import asks_for_modules, parts_of
 from fds.config.elasticity import BATCH, search
 from fds.config.field import AUTO, Argument, Elsewhere, Key, NotApplicable, NotYet, PartOf
 from fds.config.function_call import FunctionCall, optimizer_call, schedule_call
 from fds.config.keys import Groups
+from fds.config.memory import RankMemory, rank_memory
+from fds.config.modules import Parts
 from fds.config.reading import auto_paths
-from fds.config.record import Config
+from fds.config.record import Config, walk
 from fds.errors import ConfigError
-from fds.layout import MOST_BYTES
+from fds.loss import Layers
 
 _BATCH = ("train_batch_size", "rows", "microbatches", "data_ranks")
 
@@ -123,9 +128,13 @@ class Explanation:
             yield f"{path} = {_json(value)}{other}"
 
 
-def explanation(config: Groups, axes: Mapping[str, int], num_parameters: int | None) -> Explanation:
-    """Return the explanation. Raises `ConfigError` for batch sizes that do not multiply."""
-    calls, resolved = compose_supported(config, axes)
+def explanation(
+    config: Groups, axes: Mapping[str, int], num_parameters: int | None, model: nn.Module | Layers | None = None
+) -> Explanation:
+    """Return the explanation. Raises `ConfigError` for batch sizes that do not multiply, and groups without modules."""
+    embeddings = embeddings_of(model) if isinstance(model, nn.Module) else (EMBEDDINGS,)
+    mesh = _Composed(axes, tuple(embeddings), parts_of(config, model))
+    calls, resolved = mesh.of(config)
     batch = resolved.batch
     sizes = (batch.train_batch_size, batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps)
     defaults = dict(_defaults(resolved, axes))
@@ -136,7 +145,7 @@ def explanation(config: Groups, axes: Mapping[str, int], num_parameters: int | N
         overruled = {path: elsewhere.pop(path)[0] for path in BATCH if path in elsewhere}
     values_of = lambda entries: {path: value for path, (value, _) in entries.items()}
     return Explanation(
-        program=_program(calls, axes, resolved),
+        program=_program(calls, axes, resolved, guessed=model is None),
         axes=axes,
         batch=dict(zip(_BATCH, (*map(_resolved, sizes), data_ranks(axes)), strict=True)),
         elastic=_elastic(resolved),
@@ -148,7 +157,7 @@ def explanation(config: Groups, axes: Mapping[str, int], num_parameters: int | N
         defaults={path: value for path, (value, _) in defaults.items()},
         other_defaults={path: key.of(other) for path, (_, key) in defaults.items() if key.differs},
         auto=tuple(auto_paths(config.to_dict())),
-        without_effect=overruled | dict(_without_effect(config, calls, axes)),
+        without_effect=overruled | dict(_without_effect(config, calls, mesh)),
         elsewhere=values_of(elsewhere),
         not_applicable=values_of(not_applicable),
         reasons={path: reason for path, (_, reason) in {**elsewhere, **not_applicable}.items()},
@@ -167,7 +176,27 @@ def _resolved(size: int | None) -> int:
     return size
 
 
-def _program(calls: tuple[FunctionCall, ...], axes: Mapping[str, int], config: Groups) -> str:
+@attrs.frozen
+class _Composed:
+    """What a configuration is composed for: the sizes of a mesh, and what is known of a model."""
+
+    axes: Mapping[str, int]
+    embeddings: tuple[str, ...]
+    parts: Parts | None
+
+    def of(self, config: Groups) -> tuple[tuple[FunctionCall, ...], Groups]:
+        """Return the calls of a configuration, and it, resolved."""
+        return compose_supported(config, self.axes, self.embeddings, self.parts)
+
+    def calls(self, config: Groups, data: Mapping[str, Any]) -> tuple[FunctionCall, ...] | None:
+        """Return the calls of a configuration like another one, with these values; None of one that is refused."""
+        try:
+            return self.of(type(config).from_dict(data, defaults=config.defaults))[0]
+        except ConfigError:
+            return None
+
+
+def _program(calls: tuple[FunctionCall, ...], axes: Mapping[str, int], config: Groups, *, guessed: bool) -> str:
     lines = ["import torch", ""] if any("torch." in str(call) for call in calls) else []
     sizes = ", ".join(f"{name}={size}" for name, size in axes.items())
     lines = ["import fds", *lines, *([""] if not lines else []), f"mesh = fds.mesh({sizes})", "step = fds.compose("]
@@ -176,6 +205,8 @@ def _program(calls: tuple[FunctionCall, ...], axes: Mapping[str, int], config: G
         lines += ["# an optimizer of your own goes last; its learning rate:", f"# {_schedule(config)}"]
     if any(EMBEDDINGS in str(call) for call in calls):
         lines += [f"# {EMBEDDINGS!r} is for the names of embeddings, which fds.initialize reads from the module"]
+    if guessed and asks_for_modules(config):
+        lines += ["# patterns of compressed modules are guessed; config.explain(mesh, model=module) reads them from it"]
     return "\n".join([*lines, ""])
 
 
@@ -220,137 +251,74 @@ def _given_of(config: Groups, meaning: type) -> dict[str, tuple[Any, str]]:
     }
 
 
-def _without_effect(
-    config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[str, int]
-) -> Iterator[tuple[str, Any]]:
+_Names = tuple[str, ...]  # of a key, from the top level on: a group's own name may have dots
+
+
+def _without_effect(config: Groups, calls: tuple[FunctionCall, ...], mesh: _Composed) -> Iterator[tuple[str, Any]]:
     """Yield given keys without which the calls would be the same here, though not in every configuration.
 
     Of keys of which each could be left out, but not all together, as of three batch sizes that agree, none is yielded.
+    One that must be there, but may have any value, is.
     """
     unsupported = {path for path, _ in unsupported_keys(config)}
-    dispensable: dict[str, Any] = {}
-    for path, value, key, is_given in config.walk():
+    dispensable: dict[_Names, Any] = {}
+    for names, value, key in _given_keys(config):
         relevant = isinstance(key.meaning, Argument | NotYet | PartOf) and not isinstance(value, Config | Mapping)
-        if not is_given or not relevant or path in unsupported or value in (AUTO, key.of(config.defaults)):
+        if not relevant or ".".join(names) in unsupported or value in (AUTO, key.of(config.defaults)):
             continue
-        if _calls_without(config, {path}, axes) == calls:
-            dispensable[path] = value
-    of_none = _calls_without(config, dispensable, axes)
-    for path, value in dispensable.items():
-        if of_none == calls or _calls_without(config, dispensable.keys() - {path}, axes) == of_none:
-            yield path, value
+        without = mesh.calls(config, _without(config, {names}))
+        if without == calls:
+            dispensable[names] = value
+        elif without is None and not _has_effect_as_number(config, names, value, mesh):
+            yield ".".join(names), value
+    of_none = mesh.calls(config, _without(config, dispensable))
+    for names, value in dispensable.items():
+        if of_none == calls or mesh.calls(config, _without(config, dispensable.keys() - {names})) == of_none:
+            yield ".".join(names), value
 
 
-def _calls_without(config: Groups, paths: Iterable[str], axes: Mapping[str, int]) -> tuple[FunctionCall, ...] | None:
-    """Return the calls of the configuration without some keys, or None if it needs one of them."""
+def _given_keys(config: Groups) -> Iterator[tuple[_Names, Any, Key]]:
+    """Yield all keys that were given, with those of groups that have a name of their own."""
+    for path, value, key, is_given in config.walk():
+        names = tuple(path.split("."))
+        if is_given:
+            yield names, value, key
+        for name, group in value.items() if isinstance(value, Mapping) else ():
+            for below, item, its_key, is_given_there in walk(group) if isinstance(group, Config) else ():
+                if is_given_there:
+                    yield (*names, name, *below.split(".")), item, its_key
+
+
+def _has_effect_as_number(config: Groups, names: _Names, value: Any, mesh: _Composed) -> bool:
+    """Say whether other numbers in the place of one change what is composed, or the batch; True for no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return True
+    composed = mesh.of(config)
+    results: list[bool] = []
+    for other in (value + 1, value * 2, value // 2 if isinstance(value, int) else value / 2):
+        data = config.to_dict()
+        _group_of(data, names)[names[-1]] = other
+        with contextlib.suppress(ConfigError):
+            calls, resolved = mesh.of(type(config).from_dict(data, defaults=config.defaults))
+            results.append(calls == composed[0] and resolved.batch == composed[1].batch)
+    return not results or not all(results)
+
+
+def _without(config: Groups, keys: Iterable[_Names]) -> dict[str, Any]:
+    """Return the values of a configuration without some keys."""
     data = config.to_dict()
-    for path in paths:
-        *names, last = path.split(".")
-        group = data
-        for name in names:
-            group = group[name]
-        del group[last]
-    try:
-        return compose_supported(type(config).from_dict(data, defaults=config.defaults), axes)[0]
-    except ConfigError:
-        return None
+    for names in keys:
+        del _group_of(data, names)[names[-1]]
+    return data
+
+
+def _group_of(data: dict[str, Any], names: _Names) -> dict[str, Any]:
+    """Return the values among which a key is."""
+    for name in names[:-1]:
+        data = data[name]
+    return data
 
 
 def _json(value: Any) -> str:
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else repr(value)
-
-
-_WHERE = {"device": "", "host": ", on the host", "disk": ", on a disk"}
-_NUM_SLOTS = {"adamw": 2, "adam": 2, "lamb": 2, "lion": 1, "adagrad": 1}  # float32 tensors of the parameters' size
-
-
-@attrs.frozen
-class RankMemory:
-    """The memory of one kind of tensors on a rank.
-
-    Attributes:
-        what: the kind, in words.
-        per_parameter: bytes per parameter of the rank's pipeline stage, and of its pieces along a tensor axis.
-        most: upper bound in bytes, or None.
-    """
-
-    what: str
-    per_parameter: float
-    most: int | None = None
-
-    def num_bytes(self, num_parameters: int) -> int:
-        """Return the bytes for a stage with this number of parameters."""
-        whole = round(self.per_parameter * num_parameters)
-        return whole if self.most is None else min(whole, self.most)
-
-    def formula(self) -> str:
-        """Return the bytes for P parameters as text."""
-        return f"{self.per_parameter:g} P" + ("" if self.most is None else f", at most {self.most:,}")
-
-
-def rank_memory(config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[str, int]) -> tuple[RankMemory, ...]:
-    """Return the memory of every rank, between steps and within one."""
-    by_path = {call.path: call for call in calls}
-    shard, precision = by_path["shard_optimizer"], by_path.get("precision")
-    stage, bucket = shard.argument("stage"), shard.argument("bucket_bytes") or MOST_BYTES
-    in_node = axes["dp"] * axes.get("sp", 1)
-    ranks = in_node * axes.get("node", 1)
-    num_shards = ranks if stage else 1
-    compute = accumulated = reduced = 4  # bytes per element
-    if precision is not None:
-        accumulate = precision.argument("accumulate")
-        compute, accumulated = precision.args[0].itemsize, accumulate.itemsize
-        reduced = (precision.argument("reduce") or accumulate).itemsize
-    alone = ranks * axes.get("replicate", 1) == 1
-    out = list(_state(by_path.get("offload"), _num_slots(config), num_shards))
-    if alone or stage == 0:
-        out += [RankMemory("16-bit parameters", compute)] if compute < 4 else []
-    elif stage < 3:
-        out += [RankMemory("whole parameters", compute)]
-    else:
-        live = (2 + shard.argument("prefetch")) * (bucket * compute // 4)
-        out += [RankMemory("parameters that are whole at once, beside small ones", compute, live)]
-        if shard.argument("secondary") is not None:
-            out += [RankMemory(f"second slices of parameters{_among(in_node)}", compute / in_node)]
-    reduces_slices = stage > 1 and not alone
-    num_sums = ranks if reduces_slices else 1
-    for place, share in _shares(by_path.get("offload"), "gradients").items():
-        out += [RankMemory(f"sums of gradients{_among(num_sums)}{place}", share * accumulated / num_sums)]
-    if reduces_slices:
-        out += [RankMemory("two buckets of gradients", reduced, 2 * bucket * reduced // 4)]
-    return tuple(out)
-
-
-def _state(offload: FunctionCall | None, num_slots: int, num_shards: int) -> Iterator[RankMemory]:
-    """Yield the memory of the state: of each place in which some of it lives, the one of the device first."""
-    places: dict[str, dict[str, float]] = {"": {}}
-    for what, argument, size in (("master weights", "masters", 4), ("optimizer state", "moments", 4 * num_slots)):
-        for place, share in _shares(offload, argument).items():
-            places.setdefault(place, {})[what] = share * size / num_shards
-    for place, sizes in places.items():
-        if sizes:
-            yield RankMemory(f"{' and '.join(sizes)}{_among(num_shards)}{place}", sum(sizes.values()))
-
-
-def _shares(offload: FunctionCall | None, argument: str) -> dict[str, float]:
-    """Return the places of a kind of leaves, in words, and the part of them that lives there."""
-    where = _WHERE[_name(None if offload is None else offload.argument(argument))]
-    part = 0.0 if offload is None else float(offload.argument("ratio"))
-    return {where: part, "": 1 - part} if where and part < 1 else {where: 1.0}
-
-
-def _name(where: str | FunctionCall | None) -> str:
-    return where.path if isinstance(where, FunctionCall) else where or "device"
-
-
-def _among(ranks: int) -> str:
-    return f", among {ranks} ranks" if ranks > 1 else ""
-
-
-def _num_slots(config: Groups) -> int:
-    if config.optimizer is None or config.optimizer.kind is None:
-        return 2
-    if config.optimizer.kind == "SGD":
-        return 1 if config.optimizer.arguments.momentum else 0
-    return _NUM_SLOTS.get(config.optimizer.kind, 2)

@@ -106,10 +106,7 @@ class TrainingConfig(Groups):
         sizes that do not multiply, and for keys that need a module without one; `MeshError` for a mesh without `dp`;
         `ComposeError` for a model that is no module.
         """
-        if model is not None and not isinstance(model, nn.Module | Layers):
-            raise ComposeError(
-                "not a module", where="model", got=repr(model)[:60], want="an nn.Module, Layers, or None"
-            )
+        check_model(model)
         embeddings = composition.embeddings_of(model) if isinstance(model, nn.Module) else None
         parts = parts_of(self, model, factors)
         return tuple(call.build(mesh) for call in composition.calls(self, _sizes(mesh), embeddings, parts))
@@ -221,23 +218,39 @@ class TrainingConfig(Groups):
             loss, params = loss_and_params(params, loss)
         return eigenvalues(self, loss, params, batch, axis=axis)
 
-    def explain(self, mesh: Mesh | Mapping[str, int], *, num_parameters: int | None = None) -> str:
+    def explain(
+        self,
+        mesh: Mesh | Mapping[str, int],
+        *,
+        num_parameters: int | None = None,
+        model: nn.Module | Layers | None = None,
+    ) -> str:
         """Explain the configuration: the composition as Python, batch sizes, memory per rank, and keys without effect.
 
         Args:
             mesh: a mesh, or the sizes of its axes: `{"dp": 8}`.
             num_parameters: of the model, to show bytes beside the formulas.
+            model: that is trained, a module or `Layers`: the names of its embeddings and of modules that are compressed
+                are read from it. Without it patterns are guessed.
 
-        Raises `ConfigError` for sizes that are not positive.
+        Raises `ConfigError` for sizes that are not positive, and for groups that name no module; `ComposeError` for a
+        model that is no module.
         """
         if num_parameters is not None and (type(num_parameters) is not int or num_parameters < 1):
             raise ConfigError(
                 "not a number of parameters", where="num_parameters", got=repr(num_parameters), want="1 or more"
             )
-        return str(explanation(self, mesh if isinstance(mesh, Mapping) else _sizes(mesh), num_parameters))
+        check_model(model)
+        return str(explanation(self, mesh if isinstance(mesh, Mapping) else _sizes(mesh), num_parameters, model))
 
 
 attrs.frozen(TrainingConfig, slots=False)  # in place: a decorator would hide from editors that keys are taken
+
+
+def check_model(model: Any) -> None:
+    """Raise `ComposeError` for what is no model."""
+    if model is not None and not isinstance(model, nn.Module | Layers):
+        raise ComposeError("not a module", where="model", got=repr(model)[:60], want="an nn.Module, Layers, or None")
 
 
 def _sizes(mesh: Any) -> dict[str, int]:

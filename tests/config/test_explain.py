@@ -258,6 +258,37 @@ def test_what_cannot_be_composed_cannot_be_explained():
 WITHOUT = "given, without effect here"
 
 
+def test_keys_of_groups_of_compression_are_told_with_those_that_must_be_there(tmp_path):
+    bits = {"start_bits": 8, "target_bits": 4, "quantization_period": 7}
+    shared = {"enabled": True, "quantize_weight_in_forward": True}
+    groups = {"a.b": {"params": bits, "modules": ["fc"]}}
+    weights = {"weight_quantization": {"shared_parameters": shared, "different_groups": groups}}
+    said = {"train_batch_size": 2, **ADAM, "compression_training": weights}
+    path = "compression_training.weight_quantization.different_groups.a.b.params"
+    assert sections(explained(said))[WITHOUT] == [f"{path}.start_bits = 8", f"{path}.quantization_period = 7"]
+    shared["quantize_weight_in_forward"] = False
+    assert WITHOUT not in sections(explained(said | {"fp16": {"enabled": True}}))
+
+
+def test_a_model_is_read_for_the_names_of_what_is_compressed():
+    groups = {"a": {"params": {"start_bits": 4, "target_bits": 4}, "modules": ["fc"]}}
+    shared = {"enabled": True, "quantize_weight_in_forward": True}
+    weights = {"weight_quantization": {"shared_parameters": shared, "different_groups": groups}}
+    config = TrainingConfig.of({"train_batch_size": 2, **ADAM, "compression_training": weights})
+    model = nn.ModuleDict({"fc": nn.Linear(2, 2), "of_fc": nn.Embedding(2, 2), "head": nn.Linear(2, 2)})
+    guessed, read = config.explain({"dp": 1}), config.explain({"dp": 1}, model=model)
+    assert "quantize_weights('*fc*.weight', bits=4)" in guessed and "are guessed" in guessed
+    assert "quantize_weights('fc.weight', bits=4)" in read and "guessed" not in read
+    assert "quantize_weights('of_fc.weight', bits=4, groups='rows')" in read
+    names: dict[str, Any] = {"loss_fn": LOSS}
+    exec(read, names)
+    assert list(map(str, names["step"].composition)) == list(map(str, config.transforms(fds.mesh(dp=1), model=model)))
+    with pytest.raises(ConfigError, match="names no module"):
+        config.explain({"dp": 1}, model=nn.Linear(2, 2))
+    with pytest.raises(ComposeError, match="not a module"):
+        config.explain({"dp": 1}, model="fc")
+
+
 def test_keys_that_make_others_superfluous_are_in_effect_together():
     sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
     text = explained(sizes | {"zero_optimization": {"stage": 2, "sub_group_size": 5}})

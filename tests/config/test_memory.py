@@ -12,7 +12,7 @@ from torch import nn
 import fds
 from fds.config import TrainingConfig
 from fds.config.composition import compose_supported
-from fds.config.explain import rank_memory
+from fds.config.memory import rank_memory
 from fds.layout import ALIGN
 
 WIDTH, LAYERS = 256, 8

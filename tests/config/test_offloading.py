@@ -10,7 +10,7 @@ import pytest
 import fds
 from fds.config import TrainingConfig
 from fds.config.composition import compose_supported
-from fds.config.explain import rank_memory
+from fds.config.memory import rank_memory
 from tests.bits import assert_same_bits
 from tests.config.test_memory import LAYER, LAYERS, layers, loss_fn, said
 from tests.config.test_shapes import LOSS, SHAPES, parsed, rows

@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "bytes-as-if-rows-were-whole",
-        "fds/config/explain.py",
+        "fds/config/memory.py",
         'in_node = axes["dp"] * axes.get("sp", 1)',
         'in_node = axes["dp"]',
         "explain tells of larger slices than ranks that share rows hold",
@@ -183,7 +183,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory-of-replicas",
-        "fds/config/explain.py",
+        "fds/config/memory.py",
         "num_shards = ranks if stage else 1",
         "num_shards = ranks",
         "at stage 0 the memory of a rank is stated as if it were sliced",
@@ -223,7 +223,7 @@ MUTANTS = (
     ),
     Mutant(
         "second-slices-untold",
-        "fds/config/explain.py",
+        "fds/config/memory.py",
         'if shard.argument("secondary") is not None:',
         "if False:",
         "the memory of hpZ is not stated",
