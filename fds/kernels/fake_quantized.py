@@ -342,7 +342,8 @@ def fake_quantize(
 
     Args:
         x: (G, n) of any floating dtype; a row is a group of numbers that share a scale.
-        bits: 1 to 16; or a () int64 tensor, so that they may follow time, with `reach`, in which it is not looked at.
+        bits: 1 to 16; or a () int64 tensor with `reach`, so that they may follow time. The host does not read it: fewer
+            than the fewest bits are these, and more than the most those.
         scheme: "deepspeed", or "torchao" for its grid, which reaches the largest number.
         symmetric: whether 0 is the integer 0; "deepspeed" has 2 and 1 bits symmetric alone.
         noise: (G, n), added to what is rounded, as numbers in [-1/2, 1/2) round stochastically; of "deepspeed" alone.
@@ -385,4 +386,5 @@ def fake_quantize(
         )
     if not x.numel():
         return x
+    bits = bits.clamp(fewest, most) if isinstance(bits, Tensor) else bits
     return _StraightThrough.apply(x, bits, scheme, symmetric, noise, kept, (fewest, most))[0]

@@ -49,6 +49,7 @@ class Description:
         synchronized: the most bytes that this rank sends in one step to synchronize.
         buckets: whole bytes of each flat bucket, in the dtype of the masters; empty where nothing is sharded.
         frozen: names of parameters that are not trained.
+        views: name of a parameter -> what views make of it with this state, of those that say so: "4 bits".
         unused: names of trained parameters that the loss did not use on the batch (of this rank): their gradient is
             zero.
         messages: those that this rank starts in a call, by kind, as `fds.messages` counts them: from the layout, and
@@ -65,6 +66,7 @@ class Description:
     places: dict[str, int] = tree.new(dict)
     sent: dict[str, int] = tree.new(dict)
     frozen: tuple[str, ...] = ()
+    views: dict[str, str] = tree.new(dict)
     unused: tuple[str, ...] = ()
     buckets: tuple[int, ...] = ()
     memory: dict[str, int] = tree.new(dict)
@@ -85,6 +87,7 @@ class Description:
             least, most = f"{min(self.buckets):,}", f"{max(self.buckets):,}"
             sizes = most if least == most else f"{least} to {most}"
             lines += [f"layout     {len(self.buckets)} flat bucket{'s' * (len(self.buckets) > 1)} of {sizes} bytes"]
+        lines += [f"view       {text}: {tree.named(names)}" for text, names in self._viewed().items()]
         lines += [f"frozen     {tree.named(self.frozen)}"] if self.frozen else []
         lines += [f"unused     {tree.named(self.unused)}: zero gradient"] if self.unused else []
         return "\n".join(lines)
@@ -98,11 +101,19 @@ class Description:
         rows += [(f"slots.{slot}", f"{n:,}", "bytes", "of the slots") for slot, n in self.memory.items()]
         rows += [(name, f"{n:,}", "bytes", "sent a step") for name, n in self.sent.items()]
         rows += [("messages", text, "", "") for text in self._messages()]
-        notes = [f"frozen: {tree.named(self.frozen)}"] if self.frozen else []
+        notes = [f"{text}: {tree.named(names)}" for text, names in self._viewed().items()]
+        notes += [f"frozen: {tree.named(self.frozen)}"] if self.frozen else []
         notes += [f"unused, zero gradient: {tree.named(self.unused)}"] if self.unused else []
         notes += [f"{len(self.buckets)} flat buckets of {sum(self.buckets):,} bytes together"] if self.buckets else []
         parts = [_html.table(stations), _html.table(rows, right=(1,)) if rows else "", *map(_html.text, notes)]
         return _html.box("Step", *parts)
+
+    def _viewed(self) -> dict[str, list[str]]:
+        """Return what views make of parameters -> their names."""
+        names: dict[str, list[str]] = {}
+        for name, text in self.views.items():
+            names.setdefault(text, []).append(name)
+        return names
 
     def _messages(self) -> Iterator[str]:
         """Yield how many messages of all kinds a call starts, and what they are for; nothing where none is sent."""
@@ -158,12 +169,22 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
         places=_summed(places),
         sent=sent_bytes(step, structure),
         frozen=frozen,
+        views=dict(_views(step, structure, state)),
         unused=unused,
         buckets=buckets,
         memory={name: tree.num_bytes(slot) for name, slot in state.slots.items()},
         messages=predicted(step, structure, state),
         synchronized=0 if step.synchronize is None else round(step.synchronize.bytes_sent(structure)[0]),
     )
+
+
+def _views(step: Stations, structure: Structure, state: State) -> Iterator[tuple[str, str]]:
+    """Yield the names of parameters, and what views that say so make of them."""
+    call = step.call(state, training=False)
+    telling = [view.summary for view in step.view if callable(getattr(view, "summary", None))]
+    for leaf in structure.leaves.values() if telling else ():
+        if texts := [text for tell in telling if (text := tell(leaf, call))]:
+            yield leaf.name, ", ".join(texts)
 
 
 def explain(error: DiskError, step: Stations, state: State) -> None:

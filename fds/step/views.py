@@ -9,6 +9,8 @@ own parameter, to look at it as no view before has changed it.
 
 One that has a method `check(shapes)` is called with the whole shapes of all parameters, by name, before a state is
 made, and raises an `FdsError` for those that it cannot view.
+
+One that has a method `summary(leaf, call)` says in a few words what it makes of a parameter, for `step.describe`.
 """
 
 from __future__ import annotations

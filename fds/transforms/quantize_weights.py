@@ -176,6 +176,17 @@ class Quantized:
         )
         return rounded.view(x.shape)
 
+    def summary(self, leaf: Leaf, call: Call) -> str:
+        """Return the bits of a weight in a call, in words; "" for what is none of these weights."""
+        if not (self.takes(leaf.name, len(leaf.shape)) and leaf.dtype.is_floating_point):
+            return ""
+        if int(call.step) < self.offset:
+            return "not rounded"
+        bits = self.bits_of(leaf.name)
+        kept = bits.kept(call.step)
+        share = 0.0 if kept is None else float(kept)
+        return f"{int(bits.at(call.step))} bits" + (f" with {share:.0%} of the weight itself" if share else "")
+
     def packed(self, x: Tensor, leaf: Leaf, call: Call) -> Packed | str | None:
         """Return the integers that an evaluation rounds a weight to, or why there are none; None of other weights."""
         if not (self.takes(leaf.name, x.dim()) and x.is_floating_point()):

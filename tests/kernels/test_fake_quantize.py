@@ -43,6 +43,12 @@ def test_the_kernel_gives_the_bits_of_the_reference(groups, numbers, bits, grid,
     assert_same_numbers(in_time, want)
 
 
+@pytest.mark.parametrize(("bits", "reach", "is_as"), [(9, (4, 8), 8), (2, (3, 8), 3), (0, (1, 4), 1), (-5, (2, 2), 2)])
+def test_bits_out_of_reach_are_its_nearest_end(bits, reach, is_as):
+    x = random(4, 16, seed=1)
+    assert_same_bits(fake_quantize(x, torch.tensor(bits), reach=reach), fake_quantize(x, is_as))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_numbers_are_rounded_once(dtype):
     """In float32 they are the same; Triton's interpreter truncates to bfloat16 where a GPU rounds."""

@@ -181,6 +181,35 @@ def test_a_block_with_a_greater_eigenvalue_keeps_its_bits_for_longer():
             assert (int(rule.at(step)), round(float(rule.kept(step)), 9)) == (bits, round(ratio, 9))
 
 
+def test_eigenvalues_are_factors_as_they_are_measured():
+    measured = {"0.*": fds.curvature.Eigenvalue(-3.0, 0.6, 9, True), "2.*": fds.curvature.Eigenvalue(5.0, 1.0, 3, True)}
+    numbers = {"0.*": 0.6, "2.*": [1.0, 0.3]}
+    measured["2.*"] = [measured["2.*"], 0.3]
+    views = [
+        fds.quantize_weights("*", bits=(8, 4), factors=factors).apply(fds.compose(fds.sgd(0.1))(LAYERS)).view[0]
+        for factors in (measured, numbers)
+    ]
+    for name in ("0.weight", "2.weight", "4.weight"):
+        assert views[0].bits_of(name) == views[1].bits_of(name)
+    with pytest.raises(ComposeError, match="factors"):
+        fds.quantize_weights("*", bits=(8, 4), factors={"*": fds.curvature.Eigenvalue(1.0, math.nan, 1, False)})
+
+
+def test_a_description_says_how_many_bits_a_weight_has_now():
+    falling = fds.quantize_weights("0.*", bits=(8, 6), offset=1, period=2, mixing=0.25)
+    step = fds.compose(falling, fds.quantize_weights("2.weight", bits=4), fds.sgd(0.1))(LAYERS)
+    state, seen = step.init(PARAMS), []
+    for call in range(5):
+        seen.append(step.describe(state).views)
+        state = train(step, state=state, calls=[call])
+    assert seen[0] == {"0.weight": "not rounded", "2.weight": "4 bits"}
+    # rounding begins at update 1, a bit is dropped in its 2nd and 4th call, and mixing begins anew
+    texts = ["8 bits with 75%", "7 bits with 100%", "7 bits with 75%", "6 bits with 100%"]
+    assert [views["0.weight"] for views in seen[1:]] == [f"{text} of the weight itself" for text in texts]
+    assert "view       4 bits: 2.weight" in str(step.describe(state))
+    assert "4 bits: 2.weight" in step.describe(state)._repr_html_()
+
+
 def test_the_hand_written_loop_of_moq_trains_to_the_same_bits():
     bits_of = lambda t: 8 - (t >= 1) - (t >= 3)  # of a period of 2: in calls 2 and 4
     share_of = lambda t: max(0.0, 1 - 0.5 * (t + 1 - max((0, *(n for n in (2, 4) if t + 1 >= n)))))

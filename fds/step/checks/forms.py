@@ -99,7 +99,7 @@ def looks_at_shapes(view: object) -> bool:
 
 def _is_view(x: Any) -> bool:
     names = ("x", "leaf", "call", *(["read"] if is_reading(x) else ()))
-    methods = (("encode", 2), ("reads", 2), ("check", 1))
+    methods = (("encode", 2), ("reads", 2), ("check", 1), ("summary", 2))
     return binds(*names)(x) and all(not hasattr(x, name) or takes(n)(getattr(x, name)) for name, n in methods)
 
 
