@@ -13,9 +13,11 @@ from torch import nn
 from fds.config import compression
 from fds.config.field import AUTO, NotYet
 from fds.config.function_call import (
+    SUMS,
     AxisOf,
     FunctionCall,
     Name,
+    beside_sums,
     default,
     difficulty_call,
     optimizer_call,
@@ -79,6 +81,7 @@ def compose_supported(
         *compression.pruning(config, parts, "l1"),  # of weights as they are, which are rounded then
         *compression.weight_quantization(config, parts),
         *compression.pruning(config, parts, "topk"),
+        *compression.by_sensitivity(config, parts),
         _precision(config, axes),
         offload_call(config, low=compute_dtype(config) != torch.float32),
         _autocast(config),
@@ -90,9 +93,14 @@ def compose_supported(
         _finite(config),
         _profile(config),
         clipping_call(config),
-        optimizer_call(config),
+        _optimizer(config),
     )
     return tuple(call for call in optional if call is not None), config
+
+
+def _optimizer(config: Groups) -> FunctionCall | None:
+    call = optimizer_call(config)
+    return FunctionCall("by_name", (beside_sums(call),)) if call and compression.sums_scores(config) else call
 
 
 def _check_sizes(config: Groups, axes: Mapping[str, int]) -> None:
@@ -275,7 +283,13 @@ def _precision(config: Groups, axes: Mapping[str, int]) -> FunctionCall | None:
     reduce = compute if reduce_name is None else DTYPES[reduce_name]
     if compute == accumulate == reduce == torch.float32:
         return None
-    return FunctionCall.of("precision", compute, reduce=None if reduce == accumulate else reduce, accumulate=accumulate)
+    return FunctionCall.of(
+        "precision",
+        compute,
+        reduce=None if reduce == accumulate else reduce,
+        accumulate=accumulate,
+        keep_float32=(SUMS,) if compression.sums_scores(config) else default("precision", "keep_float32"),
+    )
 
 
 def _autocast(config: Groups) -> FunctionCall | None:

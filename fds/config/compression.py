@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from fds import tree
 from fds.compression import scores
+from fds.compression.masks import Block
 from fds.compression.reduce_layers import reduce_layers
 from fds.compression.scores import SUFFIXES, Of
 from fds.config.function_call import FunctionCall
 from fds.config.keys import Groups
-from fds.config.modules import ROOT, Group, Parts, groups_of, with_related
-from fds.errors import ConfigError, StateError
+from fds.config.modules import ROOT, Group, Parts, groups_of, guessed_of, patterns_of, with_related
+from fds.errors import ConfigError, FdsError, StateError
 from fds.transforms.quantize_weights import Factors
 
 _COMPUTING = ("linear", "transposed", "convolution")
@@ -160,6 +161,89 @@ def _sparse(config: Groups, model: Parts | None, method: str) -> Iterator[Functi
         )
 
 
+def sums_scores(config: Groups) -> bool:
+    """Say whether scores are summed, by an optimizer of their own."""
+    shared = config.compression_training.sparse_pruning.shared_parameters
+    return shared.enabled and shared.method == "snip_momentum"
+
+
+_LEAST = 0.02  # share of a weight that stays at least: `max_sparsity_ratio_per_op` of neural_compressor 2.6
+
+
+def by_sensitivity(config: Groups, model: Parts | None) -> Iterator[FunctionCall]:
+    """Yield the call that makes blocks of weights zero by sums of weight times gradient (`snip_momentum`).
+
+    Raises `ConfigError` for groups, for blocks that there are none of, and where no weight is made of them.
+    """
+    if not sums_scores(config):
+        return
+    technique = config.compression_training.sparse_pruning
+    shared = technique.shared_parameters
+    if technique.different_groups:
+        raise ConfigError(
+            "this method has no groups",
+            where=f"{ROOT}.sparse_pruning.different_groups",
+            got=", ".join(technique.different_groups),
+            want="none: it takes all linear layers and convolutions but excluded_modules; or another method",
+        )
+    offset, stride, last = shared.schedule_offset, shared.schedule_offset_stride, shared.schedule_offset_end
+    end = offset + ((offset if last is None else last) - offset) // stride * stride  # of the last mask
+    several = {"end": end, "stride": stride, "curve": "exponential"} if end > offset else {}
+    block = _block(shared.block_pattern)
+    guessed = {} if model is not None else {"excluded": tuple(f"*{guessed_of(x)}*" for x in shared.excluded_modules)}
+    yield FunctionCall.of(
+        "prune_weights",
+        *(("*.weight",) if model is None else patterns_of(_scored(config, model), model.names)),
+        method=shared.method,
+        block=shared.block_pattern,
+        **({} if block.keep else {"density": max(shared.dense_ratio, _LEAST), **several}),
+        offset=offset,
+        **guessed,
+    )
+
+
+def _block(pattern: str) -> Block:
+    try:
+        return Block.parse(pattern)
+    except FdsError as error:
+        where = f"{ROOT}.sparse_pruning.shared_parameters.block_pattern"
+        raise ConfigError(error.what, where=where, got=error.got, want=error.want) from None
+
+
+def _scored(config: Groups, model: Parts) -> list[str]:
+    """Return the names of weights that `snip_momentum` prunes: of all modules that compute, made of such blocks.
+
+    Those of `excluded_modules` stay, and those of a last layer, a classifier's, as neural_compressor has it.
+    """
+    shared = config.compression_training.sparse_pruning.shared_parameters
+    block = _block(shared.block_pattern)
+    parts = [
+        part
+        for part in model.parts
+        if part.kind in _COMPUTING
+        and part.path != model.last
+        and not any(_is_in(word, part.path) for word in shared.excluded_modules)
+    ]
+    names = [part.weight for part in parts if block.fits(part.shape)]
+    if not names:
+        raise ConfigError(
+            "there is no weight to prune",
+            where=f"{ROOT}.sparse_pruning.shared_parameters.block_pattern, excluded_modules",
+            got=f"{shared.block_pattern!r}, and {len(parts)} modules that are not excluded, nor the last",
+            want="a linear layer or a convolution whose weight is made of such blocks",
+        )
+    return names
+
+
+def _is_in(word: str, path: str) -> bool:
+    """Say whether a regular expression is in a path. Raises `ConfigError` for what is none."""
+    try:
+        return re.search(word, path) is not None
+    except re.error as error:
+        where = f"{ROOT}.sparse_pruning.shared_parameters.excluded_modules"
+        raise ConfigError("not a regular expression", where=where, got=repr(word), want=f"one: {error}") from None
+
+
 _STRUCTURES: dict[str, tuple[str, str, str, Of]] = {  # technique -> function, its slot, kind of module, of scores
     "row_pruning": ("prune_rows", "pruned_rows", "linear", "rows"),
     "head_pruning": ("prune_heads", "pruned_heads", "linear", "heads"),
@@ -203,6 +287,9 @@ def with_scores(config: Groups, model: nn.Module) -> nn.Module:
         weights = [part.weight for group in groups_of(technique, key, parts, *kinds) for part in group.parts or ()]
         if missing := [glob.escape(name) for name in weights if name + SUFFIXES[of] not in names]:
             model = scores.with_scores(model, *missing, of=of, **heads)
+    if sums_scores(config):
+        summed = [glob.escape(name) for name in _scored(config, parts) if name + SUFFIXES["weights"] not in names]
+        model = scores.with_scores(model, *summed, zeros=True) if summed else model
     return model
 
 

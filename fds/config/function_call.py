@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from fds import optim, plans, schedules, transports
+from fds import compression, optim, plans, schedules, transports
 from fds.collectives import Mesh
 from fds.config.keys import Groups
 from fds.config.keys.optimizer import NOT_YET, OPTIMIZERS
@@ -69,6 +69,7 @@ FUNCTIONS = {  # path below fds -> function; everything that a configuration may
             optim.lamb,
             optim.lion,
             optim.adagrad,
+            optim.by_name,
             optim.sgd,
             optim.onebit_adam,
             optim.onebit_lamb,
@@ -78,6 +79,7 @@ FUNCTIONS = {  # path below fds -> function; everything that a configuration may
     **{f"schedules.{name}": getattr(schedules, name) for name in schedules.__all__},
     **{f"transports.{name}": getattr(transports, name) for name in ("hierarchical", "quantized", "rows")},
     "plans.one_f_one_b": plans.one_f_one_b,
+    "compression.sensitivity": compression.sensitivity,
 }
 
 
@@ -197,6 +199,22 @@ def optimizer_call(config: Groups) -> FunctionCall | None:
     if "betas" in kwargs:
         kwargs["betas"] = _cycled_betas(config) or parameters.betas
     return FunctionCall.of(function, schedule_call(config) or parameters.lr, **kwargs)
+
+
+SUMS = "*weight_scores"  # and not scores of rows and heads, which are learned
+
+
+def beside_sums(optimizer: Any) -> dict[str, Any]:
+    """Return the optimizers of parameters, by patterns, where an own one sums up scores."""
+    return {SUMS: FunctionCall("compression.sensitivity"), "*": optimizer}
+
+
+def with_schedule(optimizer: FunctionCall, schedule: Any) -> FunctionCall:
+    """Return the call of an optimizer, or of one beside others, with another schedule."""
+    if optimizer.path != "by_name":
+        return attrs.evolve(optimizer, args=(schedule,))
+    (by_pattern,) = optimizer.args
+    return attrs.evolve(optimizer, args=({**by_pattern, "*": with_schedule(by_pattern["*"], schedule)},))
 
 
 def schedule_call(config: Groups) -> FunctionCall | None:

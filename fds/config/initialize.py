@@ -16,9 +16,13 @@ from torch import nn
 from fds.collectives import Mesh, init_distributed, mesh as make_mesh, worlds
 from fds.collectives.launch import launched
 from fds.config.composition import axes_of, calls, data_ranks, embeddings_of
-from fds.config.compression import Factors, parts_of
+from fds.config.compression import Factors, parts_of, sums_scores
+from fds.config.eigenvalues import factors_at_start
+from fds.config.compression import Factors, parts_of, sums_scores
 from fds.config.eigenvalues import factors_at_start
 from fds.config.elasticity import check_unchanged, search
+from fds.config.function_call import FunctionCall, beside_sums, with_schedule
+from fds.config.losses import loss_and_params
 from fds.config.losses import loss_and_params
 from fds.config.reading import Unknown
 from fds.config.sampling import draws_by_tokens, microbatches_of, order_of, rate_of
@@ -250,7 +254,7 @@ def _transforms(
     configured = list(calls(config, mesh.shape, embeddings, parts))
     if config.optimizer is not None and config.optimizer.type is not None:
         if schedule is not None:  # no change if it is the JSON's
-            configured[-1] = attrs.evolve(configured[-1], args=(schedule,))
+            configured[-1] = with_schedule(configured[-1], schedule)
         return [call.build(mesh) for call in configured]
     if optimizer is None:
         raise ConfigError(
@@ -268,6 +272,8 @@ def _transforms(
         )
     if not isinstance(optimizer, Optimizer):
         optimizer = optimizer() if schedule is None else optimizer(schedule)
+    if sums_scores(config):
+        optimizer = FunctionCall("by_name", (beside_sums(optimizer),)).build(mesh)
     return [*(call.build(mesh) for call in configured), optimizer]
 
 

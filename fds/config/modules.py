@@ -34,32 +34,37 @@ class Part:
     path: str
     kind: str
     weight: str
+    shape: tuple[int, ...]
 
 
 @attrs.frozen
 class Parts:
     """What regular expressions may name in a model, and all names, which patterns must not match by accident.
 
-    `factors` are those of MoQ, by patterns of weights whose bits fall.
+    `last` is the path of the last module but for dropout; `factors` are those of MoQ, by patterns of weights whose bits
+    fall.
     """
 
     parts: tuple[Part, ...]
     paths: frozenset[str]
     names: frozenset[str]
+    last: str
     factors: Mapping[str, Any] = attrs.field(factory=dict[str, Any])
 
     @classmethod
     def of(cls, model: nn.Module | Layers) -> Parts:
         """Return those of a module, or of layers, whose paths begin with the name of the layer."""
         parts: list[Part] = []
-        paths, names = set[str](), set[str]()
+        paths, names, last = set[str](), set[str](), ""
         for prefix, module, named in _modules(model):
             names.update(prefix + name for name in named.values())
             for path, part in module.named_modules():
-                paths.add(f"{prefix}{path}".rstrip("."))
+                whole = f"{prefix}{path}".rstrip(".")
+                paths.add(whole)
+                last = last if isinstance(part, nn.Dropout) else whole
                 if (kind := _kind(part)) and (weight := named.get(f"{path}.weight".lstrip("."))):
-                    parts.append(Part(f"{prefix}{path}".rstrip("."), kind, prefix + weight))
-        return cls(tuple(parts), frozenset(paths), frozenset(names))
+                    parts.append(Part(whole, kind, prefix + weight, tuple(part.weight.shape)))
+        return cls(tuple(parts), frozenset(paths), frozenset(names), last)
 
 
 def _modules(model: nn.Module | Layers) -> Iterator[tuple[str, nn.Module, Mapping[str, str]]]:
@@ -99,13 +104,13 @@ class Group:
     def weights(self, model: Parts | None, *kinds: str) -> tuple[str, ...]:
         """Return patterns of the names of its weights."""
         if self.parts is None or model is None:
-            return tuple(f"*{_guessed(word)}*.weight" for word in self.modules)
+            return tuple(f"*{guessed_of(word)}*.weight" for word in self.modules)
         return patterns_of([part.weight for part in self.parts if part.kind in kinds], model.names)
 
     def paths(self, model: Parts | None, *kinds: str) -> tuple[str, ...]:
         """Return patterns of the paths of its modules."""
         if self.parts is None or model is None:
-            return tuple(f"*{_guessed(word)}*" for word in self.modules)
+            return tuple(f"*{guessed_of(word)}*" for word in self.modules)
         return patterns_of([part.path for part in self.parts if part.kind in kinds], model.paths)
 
 
@@ -166,7 +171,7 @@ def _named(
     return tuple(named)
 
 
-def _guessed(word: str) -> str:
+def guessed_of(word: str) -> str:
     """Return a pattern for a regular expression, for those who read it: where there is no module nothing is known."""
     return re.sub(r"\\w[+*]|\.[+*]", "*", word).replace("\\.", ".") if word else ""
 
@@ -203,7 +208,7 @@ def with_related(group: Group, model: Parts | None, kind: str) -> list[tuple[tup
     if not group.related:
         return [(group.weights(model, kind), ())]
     if model is None or group.named is None:
-        words = (f"*{_guessed(word)}*.weight" for of_word in group.related for word in of_word)
+        words = (f"*{guessed_of(word)}*.weight" for of_word in group.related for word in of_word)
         return [(group.weights(model, kind), tuple(words))]
     where = f"{group.path}.related_modules"
     sets: dict[tuple[str, ...], list[tuple[str, ...]]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import fds
 from fds.compression import masks
 from fds.config import TrainingConfig
 from fds.errors import ConfigError
-from tests.golden import compressed_modules as golden
+from tests.golden import compressed_modules as golden, pruning_masks
 from tests.golden.compressed_modules import ATTENTION, REST, Bert, ResNet, filled, inputs, technique, weights
 
 RECORDED = golden.recorded()
@@ -291,6 +292,94 @@ def test_initialize_says_that_there_is_nothing_to_measure_with_and_takes_factors
         with pytest.raises(ConfigError, match="layer") as refused:
             wrong.eigenvalues(deep_loss, Deep(), batch)
         assert where in refused.value.where
+
+
+SUMS = json.loads((Path(pruning_masks.__file__).parent / "pruning_masks.json").read_text())["sums"]
+
+
+@pytest.mark.parametrize("case", SUMS, ids=[str(i) for i in range(len(SUMS))])
+def test_masks_and_losses_of_snip_momentum_are_those_of_deepspeeds_pruners(case):
+    model = pruning_masks.Net()
+    for name, x in model.named_parameters():
+        x.data = pruning_masks.drawn(name, x.shape)
+    config = {
+        "train_batch_size": 5,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": pruning_masks.LR}},
+        "compression_training": {"sparse_pruning": case["section"]},
+    }
+    loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+    step, state, *_ = fds.initialize(model, loss, config=config)
+    size, losses, stays = len(case["masks"][0]) // len(state.params[case["weight"]]), [], []
+    for call in range(10):
+        state, metrics = step(state, pruning_masks.rows(call))
+        ((name, words),) = state.slots["pruned_weights"].items()
+        losses.append(metrics["loss"].item())
+        stays.append("".join(map(str, masks.unpack(words, size).flatten().tolist())))
+    assert name == case["weight"] and stays == case["masks"]
+    assert losses == pytest.approx(case["losses"], rel=1e-5)
+
+
+def by_sums(**more: Any) -> dict[str, Any]:
+    shared = {"enabled": True, "method": "snip_momentum", "schedule_offset": 2, **more}
+    return {"sparse_pruning": {"shared_parameters": shared, "different_groups": {}}}
+
+
+def test_snip_momentum_takes_all_layers_but_the_last_and_those_that_are_excluded_or_of_no_blocks():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 6), nn.Linear(6, 8))
+    for more, names in (
+        ([], ["0.weight", "2.weight"]),
+        ([nn.Dropout()], ["0.weight", "2.weight"]),
+        ([nn.ReLU()], ["0.weight", "2.weight", "4.weight"]),
+    ):
+        step, state, *_ = fds.initialize(
+            nn.Sequential(*model, *more),
+            lambda model, x: model(x).square().mean(),
+            config=TRAINED | {"compression_training": by_sums(), "bf16": {"enabled": True}},
+        )
+        assert [*state.slots["pruned_weights"]] == names
+    assert "keep_float32=('*weight_scores',)" in str(step.composition)
+    assert "by_name({'*weight_scores': sensitivity(0.9), '*': adamw(lr=0.001" in str(step.composition)
+    new, _ = step(state, torch.ones(2, 1, 4, 4))
+    assert new.params["0.weight_scores"].dtype is torch.float32 and bool(new.params["0.weight_scores"].any())
+
+
+def test_an_optimizer_of_ones_own_stands_beside_that_of_sums():
+    config = {"train_batch_size": 2, "compression_training": by_sums(schedule_offset_end=9, schedule_offset_stride=3)}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    square, rate = (lambda model, x: model(x).square().mean()), fds.schedules.warmup(0.1)
+    step, *_ = fds.initialize(model, square, config=config, optimizer=fds.adamw, schedule=rate)
+    assert str(step.optimizer) == str(
+        fds.by_name({"*weight_scores": fds.compression.sensitivity(), "*": fds.adamw(rate)})
+    )
+    of_json = config | {"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}
+    step, *_ = fds.initialize(model, square, config=of_json, schedule=rate)
+    assert "lr=warmup(0.1" in str(step.optimizer) and "sensitivity" in str(step.optimizer)
+    text = TrainingConfig.of(of_json).explain({"dp": 1}, model=model)
+    assert "prune_weights('0.weight', method='snip_momentum', block='4x1', density=0.1, end=8, stride=3" in text
+    assert "fds.by_name({'*weight_scores': fds.compression.sensitivity(), '*': fds.adamw(0.5" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "where"),
+    [
+        ({"block_pattern": "4by1"}, "shared_parameters.block_pattern"),
+        ({"block_pattern": "5x1"}, "shared_parameters.block_pattern, excluded_modules"),
+        ({"excluded_modules": [""]}, "shared_parameters.block_pattern, excluded_modules"),
+        ({"excluded_modules": ["("]}, "shared_parameters.excluded_modules"),
+    ],
+)
+def test_blocks_and_names_that_snip_momentum_cannot_take_are_refused(more, where):
+    with pytest.raises(ConfigError) as refused:
+        composed(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), by_sums(**more))
+    assert refused.value.where == f"compression_training.sparse_pruning.{where}" and refused.value.want
+
+
+def test_snip_momentum_has_no_groups():
+    section = by_sums()
+    section["sparse_pruning"]["different_groups"] = {"a": {"params": {"dense_ratio": 0.5}}}
+    with pytest.raises(ConfigError, match="no groups"):
+        composed(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), section)
 
 
 def test_a_student_begins_with_layers_of_its_teacher_and_else_with_what_is_named():

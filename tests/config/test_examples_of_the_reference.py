@@ -411,7 +411,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
             },
             {},
         ),
-        ["compression_training.sparse_pruning.shared_parameters.method"],
+        [],
     ),
     "row pruning": (
         compressed("row_pruning", METHOD, {"rp1": group(HALF, ["intermediate.dense"], [["layer.\\w+.output.dense"]])}),

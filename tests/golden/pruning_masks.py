@@ -1,6 +1,8 @@
 """Record the masks that DeepSpeed 0.19.6 makes of weights and of scores, and what its pruned modules return.
 
-    DS_ACCELERATOR=cpu .venv-peers/bin/python tests/golden/pruning_masks.py
+    DS_ACCELERATOR=cpu PYTHONPATH=... .venv-peers/bin/python tests/golden/pruning_masks.py
+
+with neural_compressor 2.6 and what it imports (schema, pandas, scikit-learn, ...) in the path.
 
 Each case of pruning_masks.json is a module of `torch.nn` with one way of pruning by its `enable_*_pruning`: its
 parameters and input, drawn from a seed and rounded to float32, the mask, and the sum of its outputs with their squares.
@@ -8,9 +10,15 @@ Weights have no two equal magnitudes. A convolution's channels by l1 are not amo
 `torch.linalg.norm` for a norm over three dims, which raises.
 A training is one of TRAININGS by `init_compression`, the scheduler and `redundancy_clean`: its losses, and what the
 cleaned model returns for one more batch, and the shapes of its parameters.
+`sums` are trainings by "snip_momentum", of one weight each, since neural_compressor compares blocks of all weights with
+one another: after each call the loss, and the weight's mask. 0.19.6 imports modules `nc` and `nc_pruner`, which are not
+there: here they are those of neural_compressor that it means. That looks for a last layer among classes called Linear,
+which DeepSpeed has replaced: here its class has that name.
 """
 
+import copy
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -148,6 +156,48 @@ def training(name):
     return {"name": name, "losses": losses, "outputs": clean(rows(99)[0]).flatten().tolist(), "shapes": shapes}
 
 
+SUMS = [  # shared parameters of sparse pruning, and the layer that they leave beside the last, which stays as it is
+    ("fc2", {"dense_ratio": 0.3, "schedule_offset": 1, "schedule_offset_end": 8, "schedule_offset_stride": 3}),
+    ("fc2", {"dense_ratio": 0.4, "schedule_offset": 2, "schedule_offset_end": 6, "schedule_offset_stride": 2}),
+    ("fc1", {"dense_ratio": 0.25, "schedule_offset": 3, "block_pattern": "2x2"}),
+    ("fc1", {"dense_ratio": 0.01, "schedule_offset": 1, "schedule_offset_end": 2, "block_pattern": "1x1"}),
+]
+
+
+def sums(layer, shared):
+    """Return the losses, and the masks of a weight, of a training by sums of weight times gradient."""
+    import neural_compressor as nc  # pyright: ignore[reportMissingImports]
+    from deepspeed.compression import basic_layer, helper  # pyright: ignore[reportMissingImports]
+    from deepspeed.compression.compress import init_compression  # pyright: ignore[reportMissingImports]
+    from neural_compressor.compression import pruner  # pyright: ignore[reportMissingImports]
+    from neural_compressor.compression.pruner import pruners, utils  # pyright: ignore[reportMissingImports]
+
+    sys.modules |= {"nc": nc, "nc_pruner": pruner, "nc_pruner.utils": utils, "nc_pruner.pruners": pruners}
+    basic_layer.LinearLayer_Compress.__name__ = "Linear"
+    made = nc.WeightPruningConfig.__init__
+    made.__defaults__ = ([{}], *made.__defaults__[1:])  # of which the first call keeps what it was given
+    excluded = ["f.1" if layer == "fc2" else "fc2"]
+    asked = {"enabled": True, "method": "snip_momentum", "excluded_modules": excluded, **shared}
+    section = {"shared_parameters": asked, "different_groups": {}}
+    model = init_compression(Net(), {"compression_training": {"sparse_pruning": copy.deepcopy(section)}})
+    for path, p in model.named_parameters():
+        p.data = drawn(path, p.shape)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer.pruners = model.pruners
+    helper.rewrite_optimizer_step(optimizer)
+    losses, stays = [], []
+    for call in range(10):
+        x, y = rows(call)
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        (mask,) = model.pruners[0].masks.values()
+        stays.append("".join(str(int(m)) for m in mask.flatten()))
+    return {"section": section, "weight": f"{layer}.weight", "losses": losses, "masks": stays}
+
+
 def main():
     """Write the file."""
     import deepspeed  # pyright: ignore[reportMissingImports]
@@ -156,7 +206,10 @@ def main():
     versions = {"deepspeed": deepspeed.__version__, "torch": torch.__version__}
     lines = ",\n".join(json.dumps(one) for one in cases)
     trainings = ",\n".join(json.dumps(training(name)) for name in TRAININGS)
-    text = f'{{"versions": {json.dumps(versions)}, "cases": [\n{lines}\n], "trainings": [\n{trainings}\n]}}\n'
+    by_sums = ",\n".join(json.dumps(sums(*one)) for one in SUMS)
+    parts = {"cases": lines, "trainings": trainings, "sums": by_sums}
+    text = ", ".join(f'"{name}": [\n{part}\n]' for name, part in parts.items())
+    text = f'{{"versions": {json.dumps(versions)}, {text}}}\n'
     (HERE / "pruning_masks.json").write_text(text)
 
 

@@ -68,19 +68,21 @@ KeptShareConfig: `params` of a group of pruning.
 PruningGroupConfig(ModuleGroupConfig): A group of pruning, of any kind.
     params: KeptShareConfig | how much is kept
 
-SparsePruningSharedConfig [part of method]: `shared_parameters` of sparse pruning. The keys below `method` are for
-        snip_momentum.
+SparsePruningSharedConfig [prune_weights(=)]: `shared_parameters` of sparse pruning. The keys below `method` are for
+        snip_momentum, which takes all linear layers and convolutions and has no groups.
     enabled: bool = False | make single weights zero | prune_weights(): one for each group
     schedule_offset: int = 1000; steps; >= 0; docs 0 | updates before it begins | prune_weights(offset=)
     method: Literal["l1", "topk", "snip_momentum"] = "l1" | how weights are ranked: l1, by size, once; topk, by scores
-        that are learned; snip_momentum, in blocks, by weight times gradient | not yet but for 'l1', 'topk': sums by an
-        optimizer of their own: fds.prune_weights(method="snip_momentum")
-    block_pattern: str = "4x1" | blocks that go as one (4x1), or how many of how many stay (2:4)
-    dense_ratio: float = 0.1; > 0; <= 1 | share of all weights that is kept at the end
-    schedule_offset_end: int|None = None; steps; >= 0; no null | calls of the step after which no more is pruned;
-        absent: schedule_offset
-    schedule_offset_stride: int = 1; steps; > 0 | steps from one pruning to the next
-    excluded_modules: tuple[str, ...] = () | modules that keep all weights, by name
+        that are learned; snip_momentum, in blocks, by sums of weight times gradient | (=)
+    block_pattern: str = "4x1" | blocks that go as one (4x1), or how many of how many stay (2:4) |
+        prune_weights(block=)
+    dense_ratio: float = 0.1; > 0; <= 1 | share of weights that is kept at the end, 0.02 or more |
+        prune_weights(density=)
+    schedule_offset_end: int|None = None; steps; >= 0; no null | updates after which no more is pruned; absent:
+        schedule_offset | prune_weights(end=)
+    schedule_offset_stride: int = 1; steps; > 0 | updates from one pruning to the next | prune_weights(stride=)
+    excluded_modules: tuple[str, ...] = () | modules that keep all weights: regular expressions for their names |
+        part of method
     ! end
 
 SparsePruningConfig: `sparse_pruning`.
