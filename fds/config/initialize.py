@@ -18,11 +18,8 @@ from fds.collectives.launch import launched
 from fds.config.composition import axes_of, calls, data_ranks, embeddings_of
 from fds.config.compression import Factors, parts_of, sums_scores
 from fds.config.eigenvalues import factors_at_start
-from fds.config.compression import Factors, parts_of, sums_scores
-from fds.config.eigenvalues import factors_at_start
 from fds.config.elasticity import check_unchanged, search
 from fds.config.function_call import FunctionCall, beside_sums, with_schedule
-from fds.config.losses import loss_and_params
 from fds.config.losses import loss_and_params
 from fds.config.reading import Unknown
 from fds.config.sampling import draws_by_tokens, microbatches_of, order_of, rate_of

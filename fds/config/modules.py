@@ -63,7 +63,8 @@ class Parts:
                 paths.add(whole)
                 last = last if isinstance(part, nn.Dropout) else whole
                 if (kind := _kind(part)) and (weight := named.get(f"{path}.weight".lstrip("."))):
-                    parts.append(Part(whole, kind, prefix + weight, tuple(part.weight.shape)))
+                    shape = tuple(part.get_parameter("weight").shape)
+                    parts.append(Part(whole, kind, prefix + weight, shape))
         return cls(tuple(parts), frozenset(paths), frozenset(names), last)
 
 

@@ -181,7 +181,8 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
 def _views(step: Stations, structure: Structure, state: State) -> Iterator[tuple[str, str]]:
     """Yield the names of parameters, and what views that say so make of them."""
     call = step.call(state, training=False)
-    telling = [view.summary for view in step.view if callable(getattr(view, "summary", None))]
+    views: list[Any] = [view for view in step.view if hasattr(view, "summary")]
+    telling: list[Callable[..., str]] = [view.summary for view in views]
     for leaf in structure.leaves.values() if telling else ():
         if texts := [text for tell in telling if (text := tell(leaf, call))]:
             yield leaf.name, ", ".join(texts)

@@ -189,8 +189,8 @@ CompressionConfig: `compression_training`.
     head_pruning: HeadPruningConfig | fewer heads of attention
     channel_pruning: RowPruningConfig | fewer channels of convolutions
 
-EigenvalueConfig [`config.eigenvalues(loss, params, batch)`: after any step]: `eigenvalue`: the curvature of the loss in
-        each layer, which sets how fast its bits are reduced.
+EigenvalueConfig [`config.eigenvalues(loss, params, batch)`: fds.initialize calls it where bits fall]: `eigenvalue`: the
+        curvature of the loss in each layer, which sets how fast its bits are reduced.
     enabled: bool = False | measure curvature by power iteration
     verbose: bool = False | print them | n/a: they are returned
     max_iter: int = 100; iterations; > 0 | iterations at most
