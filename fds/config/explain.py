@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from fds.config.composition import EMBEDDINGS, compose_supported, data_ranks, embeddings_of, unsupported_keys
-from fds.config.compression import asks_for_modules, parts_of
+from fds.config.compression import asks_for_modules, parts_of, sums_scores
 from fds.config.elasticity import BATCH, search
 from fds.config.field import AUTO, Argument, Elsewhere, Key, NotApplicable, NotYet, PartOf
-from fds.config.function_call import FunctionCall, optimizer_call, schedule_call
+from fds.config.function_call import SUMS, FunctionCall, optimizer_call, schedule_call
 from fds.config.keys import Groups
 from fds.config.memory import RankMemory, rank_memory
 from fds.config.modules import Parts
@@ -203,8 +203,13 @@ def _program(calls: tuple[FunctionCall, ...], axes: Mapping[str, int], config: G
     lines += [f"    {call}," for call in calls] + [")(loss_fn)"]
     if optimizer_call(config) is None:
         lines += ["# an optimizer of your own goes last; its learning rate:", f"# {_schedule(config)}"]
+        lines += (
+            [f"# as fds.by_name({{{SUMS!r}: fds.compression.sensitivity(), '*': it}})"] if sums_scores(config) else []
+        )
     if any(EMBEDDINGS in str(call) for call in calls):
         lines += [f"# {EMBEDDINGS!r} is for the names of embeddings, which fds.initialize reads from the module"]
+    if any(call.kwargs.get("method") in ("topk", "snip_momentum") for call in calls):
+        lines += ["# scores are parameters: of config.with_scores(module), which fds.initialize trains"]
     if guessed and asks_for_modules(config):
         lines += ["# patterns of compressed modules are guessed; config.explain(mesh, model=module) reads them from it"]
     return "\n".join([*lines, ""])

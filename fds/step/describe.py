@@ -180,10 +180,11 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
 
 def _views(step: Stations, structure: Structure, state: State) -> Iterator[tuple[str, str]]:
     """Yield the names of parameters, and what views that say so make of them."""
-    call = step.call(state, training=False)
     views: list[Any] = [view for view in step.view if hasattr(view, "summary")]
-    telling: list[Callable[..., str]] = [view.summary for view in views]
-    for leaf in structure.leaves.values() if telling else ():
+    if not views or state.step.is_meta:  # a state without values, whose bytes are asked for
+        return
+    call, telling = step.call(state, training=False), [view.summary for view in views]
+    for leaf in structure.leaves.values():
         if texts := [text for tell in telling if (text := tell(leaf, call))]:
             yield leaf.name, ", ".join(texts)
 

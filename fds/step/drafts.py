@@ -176,8 +176,8 @@ class Drafts:
 
 
 def slots_at_rest(memories: Sequence[Memory], state: State) -> frozenset[str]:
-    """Return the slots of these memories that do not change in a call with a state."""
-    if all(memory.when is None for memory in memories):
+    """Return the slots of these memories that do not change in a call with a state; of one without values none."""
+    if state.calls.is_meta or all(memory.when is None for memory in memories):
         return frozenset()
     calls = int(state.calls)
     return frozenset(memory.slot for memory in memories if not memory.is_due(calls))

@@ -863,6 +863,7 @@ ON |= {
         ("activation_quantization", {"bits": 8}, "schedule_offset", {}, 5, 5),
         ("sparse_pruning", {"dense_ratio": 0.5}, "enabled", {"enabled": False}, True, None),
         ("sparse_pruning", {"dense_ratio": 0.5}, "schedule_offset", {}, 5, 5),
+        ("sparse_pruning", {"dense_ratio": 0.5}, "method", {}, "topk", "topk"),
         *(
             (key, {"dense_ratio": 0.5}, name, before | heads, value, then)
             for key, heads in (("row_pruning", {}), ("channel_pruning", {}), ("head_pruning", {"num_heads": 4}))
@@ -875,10 +876,20 @@ ON |= {
         ("head_pruning", {"dense_ratio": 0.5}, "num_heads", {"num_heads": 4}, 2, 2),
     )
 }
+SUMMED = {"method": "snip_momentum", "schedule_offset": 2, "schedule_offset_end": 9}
+for name, value in (
+    ("block_pattern", "2x1"),
+    ("dense_ratio", 0.5),
+    ("schedule_offset_end", 12),
+    ("schedule_offset_stride", 7),
+):
+    section = technique("sparse_pruning", {}, SUMMED)
+    section["compression_training"]["sparse_pruning"]["different_groups"] = {}
+    ON[f"compression_training.sparse_pruning.shared_parameters.{name}"] = section, value, value
 WITH = {  # what goes with it
     **{
-        f"compression_training.{key}_pruning.shared_parameters.method": {(f"prune_{key}s", "initial")}
-        for key in ("row", "channel", "head")
+        f"compression_training.{key}_pruning.shared_parameters.method": {(f"prune_{function}", "initial")}
+        for key, function in (("row", "rows"), ("channel", "channels"), ("head", "heads"), ("sparse", "weights"))
     },
     # gradients travel in the parameters' dtype still, and are summed in it
     "data_types.grad_accum_dtype": {("precision", "reduce")},

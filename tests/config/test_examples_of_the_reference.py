@@ -450,7 +450,8 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
 }
 OLD = {"thread_count": "intra_op_parallelism", "prefer_large_batch": "prefer_larger_batch"}  # the page -> 0.19.6
 OF_MODULES = {  # which the model must have
-    *("weight quantization", "activation quantization", "row pruning", "head pruning", "channel pruning")
+    *("weight quantization", "activation quantization", "sparse pruning", "row pruning", "head pruning"),
+    "channel pruning",
 }
 RUN = [name for name, (_, keys) in EXAMPLES.items() if not keys and name not in OF_MODULES]
 

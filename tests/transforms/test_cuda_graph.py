@@ -480,6 +480,20 @@ def test_memory_that_slots_follow_by_notes_is_captured():
     assert gpu.captures == 1 and float(gpu.get(state.slots["largest"])) == 4
 
 
+def test_calls_in_which_a_slot_changes_are_captured_apart():
+    gpu, params = Gpu(), {"w": torch.randn(8, 4, generator=torch.Generator().manual_seed(1))}
+    prune = fds.prune_weights("w", density=0.3, offset=1, end=7, stride=2)
+    loss = lambda params, x: (x @ params["w"].T).square().mean()
+    steps = [fds.compose(prune, fds.donate(), *more, fds.sgd(0.1))(loss) for more in ([], [captured(gpu)])]
+    states = [gpu.state(steps[0].init(params)) for _ in steps]
+    with gpu:
+        for call in range(13):
+            x = gpu.put(torch.randn(3, 4, generator=torch.Generator().manual_seed(call)))
+            states = [step(state, x)[0] for step, state in zip(steps, states, strict=True)]
+    assert_same_bits(gpu.get(states[1]), gpu.get(states[0]))
+    assert gpu.captures == 2 and gpu.replays > 2
+
+
 def test_graphs_and_batches_are_in_the_description_and_in_no_copy():
     gpu = Gpu()
     step, state, batch = start(gpu)

@@ -12,7 +12,6 @@ from fds.collectives.traffic import Traffic, counting
 from fds.compression import masks
 from fds.errors import ComposeError, StateError
 from tests.bits import assert_same_bits
-from tests.emulated_gpu import Gpu, captured
 
 ROWS, MICROBATCHES, CALLS, BAD, LR = 8, 4, 9, 4, 0.1
 WEIGHTS = ("0.weight", "2.weight", "4.weight")
@@ -397,13 +396,8 @@ def test_graphs_of_calls_that_make_masks_and_of_those_that_make_none(arguments):
     assert len(one_graph.runtime.captured[0].works) == 2
 
 
-def test_captured_steps_make_the_masks_of_others():
-    gpu, prune = Gpu(), fds.prune_weights("*.weight", **GRADUAL)
-    steps = [fds.compose(prune, fds.donate(), *more, fds.sgd(LR))(LOSS) for more in ([], [captured(gpu)])]
-    states = [gpu.state(steps[0].init(PARAMS)) for _ in steps]
-    with gpu:
-        for call in range(13):
-            rows = gpu.put(batch(call))
-            states = [step(state, rows)[0] for step, state in zip(steps, states, strict=True)]
-    assert_same_bits(gpu.get(states[1]), gpu.get(states[0]))
-    assert gpu.captures == 2
+def test_masks_are_estimated_before_anything_is_made():
+    composition = fds.compose(fds.prune_weights("*.weight", **GRADUAL), fds.quantize_weights("0.weight"), fds.sgd(LR))
+    assert fds.estimate_memory(composition, LOSS).state["slots"] == sum(
+        8 * len(PARAMS[name]) for name in WEIGHTS
+    )  # a word for each row
