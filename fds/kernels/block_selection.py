@@ -163,9 +163,11 @@ def _chosen(
 
 def _means(x: Tensor, real: Tensor | None, size: int) -> tuple[Tensor, Tensor]:
     """Return the means (B, H, n, D) of so many tokens of x each, wide, and how many are real, (B or 1, 1, n)."""
-    real = torch.ones(1, x.shape[2], dtype=torch.bool, device=x.device) if real is None else real
-    missing = -x.shape[2] % size
-    numbers = F.pad(real, (0, missing)).view(len(real), 1, -1, size)
-    x = F.pad(x.to(arguments.width(x)).masked_fill(~real[:, None, :, None], 0.0), (0, 0, 0, missing))
-    counts = numbers.sum(-1)
+    x, missing = x.to(arguments.width(x)), -x.shape[2] % size
+    if real is None:
+        real = torch.ones(1, x.shape[2], dtype=torch.bool, device=x.device)
+    else:
+        x = x.masked_fill(~real[:, None, :, None], 0.0)
+    counts = F.pad(real, (0, missing)).view(len(real), 1, -1, size).sum(-1)
+    x = F.pad(x, (0, 0, 0, missing)) if missing else x
     return x.unflatten(2, (-1, size)).sum(3) / counts.clamp(min=1)[..., None], counts

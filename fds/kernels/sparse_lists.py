@@ -36,8 +36,9 @@ def by_row(
     starts = torch.cat([starts, ends.view_as(counts)[:, -1:]], dim=1)
     room = counts.numel() * min(keys.shape[2], keys.shape[1])  # as many as there may be: no number is read
     places = torch.where(is_new, starts[:, :-1, None] + is_new.cumsum(2) - 1, room)
-    columns = keys.new_zeros(room + 1).scatter_(0, places.flatten(), keys.flatten())
-    return lists, starts, columns.int()
+    columns = keys.new_zeros(room + 1, dtype=torch.int32).scatter_(0, places.flatten(), keys.flatten().int())
+    columns[room:].zero_()  # where what is not new went
+    return lists, starts, columns
 
 
 def by_column(
@@ -139,7 +140,9 @@ def shared(
     causal: bool, scale: float, p: float, offset: int,
 ) -> dict[str, Any]:
     """Return the arguments that all kernels share beside q, k and v and the lists."""
-    finer = chosen.int().contiguous() if chosen is not None and together < block else None  # than lists say
+    finer = None
+    if chosen is not None and together < block:  # queries choose some of what their block lists
+        finer = chosen.clamp(-1, 2**31 - 1).int().contiguous()
     if relative_bias is not None:
         relative_bias = relative_bias.expand(q.shape[1], relative_bias.shape[1])
     return {

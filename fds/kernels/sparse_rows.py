@@ -30,6 +30,7 @@ from fds.kernels.language import cdiv
 from fds.kernels.operators import operator
 
 GATHERED = 2**19  # numbers of the keys that are gathered at once: 2 MB, of a cache
+READ_ON = ("cpu",)  # devices of which the host reads how many blocks are chosen; for others it would have to wait
 
 
 @attrs.frozen
@@ -61,9 +62,9 @@ def rows_of_selection(q: Tensor, chosen: Tensor, block: int, together: int, caus
     """Return the rows of a selection likewise."""
     lists = sparse_lists.by_row(q, chosen, 0, block, together, causal)
     num, blocks = q.shape[0] * q.shape[1], cdiv(q.shape[2], block)
-    if q.device.type == "cpu":
+    if q.device.type in READ_ON:
         return _in_parts(lists, num, gathered)
-    most = len(lists[2]) // (num * blocks)  # the host waits for no number: a row may list as many as there is room for
+    most = len(lists[2]) // (num * blocks)  # as many as there is room for
     n = max(1, gathered // most)
     parts = [(min(n, num * blocks - first), 0, most) for first in range(0, num * blocks, n)]
     return Rows(*lists, torch.arange(num * blocks, device=q.device), parts)
@@ -127,6 +128,10 @@ class Inputs:
     scale: float
     p: float
     offset: int
+
+    def unlisted_zero(self) -> Tensor:
+        """Return memory for all rows, like q, with zeros where there is a row that lists nothing."""
+        return torch.empty_like(self.q) if len(self.rows.at) == len(self.q) else torch.zeros_like(self.q)
 
 
 @attrs.frozen
@@ -247,16 +252,19 @@ def _inputs(
     if documents is not None:
         documents = torch.nn.functional.pad(documents, (0, missing)).view(-1, block)
     gathered = max(1, GATHERED // max(block * d, 1))
+    hides = any(y is not None for y in (key_padding, documents, bias, distances))
     if chosen is None:
-        rows = rows_of_layout(by_key(layout), b, h, causal, gathered, q.device)
+        rows, finer = rows_of_layout(by_key(layout), b, h, causal, gathered, q.device), None
     else:
         rows = rows_of_selection(q, chosen, block, together, causal, gathered)
-    finer = None if chosen is None or together == block else sparse_lists.of_blocks(chosen, blocks, block // together)
+        finer = sparse_lists.of_blocks(chosen, blocks, block // together)
+        sees_itself = (finer == torch.arange(blocks, device=q.device)[:, None, None]).any(3)
+        hides = hides or q.device.type not in READ_ON or not sees_itself.all()
+        finer = None if together == block else finer.flatten(0, 1)
     flat = lambda x: _in_blocks(x, blocks, block).view(-1, block * d)
     return Inputs(
         q=_in_blocks(q, blocks, block).view(-1, block, d), k=flat(k), v=flat(v), rows=rows, hidden=hidden,
-        hides=any(y is not None for y in (key_padding, documents, bias, distances, chosen)), documents=documents,
-        bias=bias, distances=distances, bias_sizes=bias_sizes, chosen=None if finer is None else finer.flatten(0, 1),
+        hides=hides, documents=documents, bias=bias, distances=distances, bias_sizes=bias_sizes, chosen=finer,
         seed=seed, heads=h, key_heads=k.shape[1], tokens=tokens, blocks=blocks, block=block, causal=causal,
         scale=scale, p=p, offset=offset,
     )
@@ -283,7 +291,7 @@ def _batches(x: Inputs) -> Iterator[Batch]:
     parts = zip(*(y.split(sizes) for y in of_rows), strict=True)
     for (_, least, most), (at, batch, head, row, count, start, first) in zip(listed.parts, parts, strict=True):
         place = torch.arange(most, device=at.device)
-        place = torch.minimum(place, count[:, None] - 1) if least < most else place
+        place = torch.minimum(place, (count[:, None] - 1).clamp(min=0)) if least < most else place
         columns = listed.columns[start[:, None] + place].long()
         yield Batch(x, at, batch, head, row, columns, count, least, (first[:, None] + columns).flatten())
 
@@ -299,7 +307,7 @@ def forward(
         q, k, v, key_padding, bias, distances, seed, documents, chosen, layout, bias_sizes, block, together, causal,
         scale, p, offset,
     )
-    out = torch.zeros_like(x.q)
+    out = x.unlisted_zero()
     with torch.autocast(q.device.type, enabled=False):  # q, k and v are cast already
         for batch in _batches(x):
             weights = batch.weights(batch.queries(), batch.gathered(x.k))
@@ -345,7 +353,7 @@ def backward(
 
 def _gradients(x: Inputs, douts: Tensor, tables: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x.q, x.k and x.v, and add to those of the tables of bias and of distances."""
-    dq, dk, dv = torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)
+    dq, dk, dv = x.unlisted_zero(), torch.zeros_like(x.k), torch.zeros_like(x.v)
     for batch in _batches(x):
         queries, d, keys = batch.queries(), douts.index_select(0, batch.at), batch.gathered(x.k)
         weights = batch.weights(queries, keys)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fds.errors import FdsError
-from fds.kernels import block_selection, sparse_lists
+from fds.kernels import block_selection, sparse_lists, sparse_rows
 from fds.kernels.block_selection import BlockSelection, select_blocks
 from fds.kernels.choice import only
 from fds.kernels.sparse import sparse_attention
@@ -76,8 +76,10 @@ def chosen_and_attended(q, k, v, *, causal=True, together=1, top=2, key_padding=
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_are_those_of_a_dense_mixture(case, monkeypatch):
+@pytest.mark.parametrize("read_on", [("cpu",), ()], ids=["read", "not read"])
+def test_values_and_gradients_are_those_of_a_dense_mixture(case, read_on, monkeypatch):
     monkeypatch.setattr(block_selection, "SCORES", 100)  # rows of queries in many parts
+    monkeypatch.setattr(sparse_rows, "READ_ON", read_on)
     args = qkv()
     out, want = chosen_and_attended(*args, **CASES[case]), mixture(*args, **CASES[case])
     torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-12)
@@ -140,6 +142,20 @@ def test_a_selection_is_given_back_and_what_is_no_block_in_it_is_none(kind):
     with only(kind):
         for selection in (first, replayed):
             assert_near(sparse_attention(other, k, v, selection, causal=True), want, factor=2)
+
+
+@pytest.mark.parametrize("read_on", [("cpu",), ()], ids=["read", "not read"])
+def test_a_row_that_chooses_nothing_gives_zeros(read_on, monkeypatch):
+    monkeypatch.setattr(sparse_rows, "READ_ON", read_on)
+    q, k, v = qkv(1, 1, TOKENS, 5, 1)
+    chosen = select_blocks(q, k, top=2, block=BLOCK, together=BLOCK).chosen.clone()
+    want = sparse_attention(q, k, v, BlockSelection(chosen.clone(), TOKENS, BLOCK, BLOCK), causal=True)
+    chosen[:, :, [0, 2, 5]] = -1
+    out = sparse_attention(q, k, v, BlockSelection(chosen, TOKENS, BLOCK, BLOCK), causal=True)
+    is_none = torch.isin(torch.arange(TOKENS) // BLOCK, torch.tensor([0, 2, 5]))
+    torch.testing.assert_close(out, want.masked_fill(is_none[:, None], 0.0))
+    (dq,) = torch.autograd.grad(out.square().sum(), q)
+    assert not dq[:, :, is_none].any() and dq[:, :, ~is_none].any() and not dq.isnan().any()
 
 
 def test_the_load_says_how_often_each_block_is_chosen():
