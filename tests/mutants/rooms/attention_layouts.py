@@ -43,4 +43,28 @@ MUTANTS = (
         "a causal query does not see its own key",
         "tests/kernels/test_sparse.py",
     ),
+    Mutant(
+        "own-block-is-chosen-again",
+        "fds/kernels/block_selection.py",
+        "(columns < place[part, None] if causal",
+        "(columns <= place[part, None] if causal",
+        "a row's own block takes the place of one that it would choose",
+        "tests/kernels/test_block_selection.py",
+    ),
+    Mutant(
+        "tokens-see-what-their-block-chose",
+        "fds/kernels/sparse_rows.py",
+        "(chosen[:, :, None] != self.columns[:, None, :, None]).all(-1)",
+        "(chosen[:, :, None] != self.columns[:, None, :, None]).all(-1) & False",
+        "a token sees blocks that another token of its block chose",
+        "tests/kernels/test_block_selection.py",
+    ),
+    Mutant(
+        "keys-are-mixed-over-documents",
+        "fds/nn/block_select_attention.py",
+        "before = before * is_same[:, None, :, None]",
+        "before = before * 1.0",
+        "the convolution of keys adds those of another document",
+        "tests/nn/test_block_select_attention.py",
+    ),
 )
