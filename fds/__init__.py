@@ -84,6 +84,9 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.reporting import record_run, report
     from fds.timing import memory_breakdown, messages, timed, trace
 
+    # how it is best composed
+    from fds.tuning import tune
+
     # what is wrong with it
     from fds.debugging import check_ranks, dump_state, watch
 
@@ -115,6 +118,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
         random,
         schedules,
         transports,
+        tuning,
     )
     from fds import tree as tree
     from fds import command_line as command_line, containers as containers, display as display, layout as layout
@@ -172,6 +176,7 @@ __getattr__, __dir__ = lazily(
         "fds.storage": "export_weights import_deepspeed import_weights load save save_async",
         "fds.monitors": "monitor",
         "fds.timing": "memory_breakdown messages timed trace",
+        "fds.tuning": "tune",
         "fds.debugging": "check_ranks dump_state watch",
         "fds.reporting": "record_run report",
         "fds.data": "DistributedLoader RepeatingLoader",
@@ -180,7 +185,7 @@ __getattr__, __dir__ = lazily(
     },
     submodules="attention_layouts autodiff collectives command_line compression config containers curvature data "
     "debugging display distill elastic errors hf kernels layout loss media microbatches monitors nn optim plans "
-    "profiling random reporting schedules state step storage timing transforms transports tree",
+    "profiling random reporting schedules state step storage timing transforms transports tree tuning",
     elsewhere={"fds.monitors": "CSV Comet Console JSONL TensorBoard WandB", "fds.display": "Progress"},
 )
 
@@ -294,6 +299,8 @@ __all__ = [
     "transports",
     "tree",
     "triton_kernels",
+    "tune",
+    "tuning",
     "watch",
     "whole",
     "with_buffers",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -136,6 +137,10 @@ class Layers:
                     hint="put them into a layer",
                 )
             self.built["criterion"] = functools.partial(apply, {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what it was made of, without what was built of that since."""
+        return _restored, (self.layers, self.criterion, self.names, self.compiler)
 
     def __repr__(self) -> str:
         by = "" if self.compiler is None else f", each through {self.compiler}"
@@ -328,3 +333,10 @@ def _writes_over_input(module: nn.Module) -> bool:
 def _persistent(module: nn.Module, name: str) -> bool:
     path, _, local = name.rpartition(".")
     return local not in module.get_submodule(path)._non_persistent_buffers_set
+
+
+def _restored(layers: tuple[Any, ...], criterion: Any, names: tuple[str, ...], compiler: Compiler | None) -> Layers:
+    """Return the loss that was pickled."""
+    is_numbered = names == tuple(map(str, range(len(layers))))  # others are of the modules of an nn.Sequential
+    made = Layers(layers if is_numbered else nn.Sequential(OrderedDict(zip(names, layers, strict=True))), criterion)
+    return made if compiler is None else made.compiled(compiler)

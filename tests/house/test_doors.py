@@ -49,6 +49,7 @@ ROOMS["debugging"] = f"step storage profiling display {BELOW_STEP}"
 ROOMS["reporting"] = "_html collectives display errors plans state step storage transforms"
 ROOMS["config"] = " ".join(ROOMS)
 ROOMS["elastic"] = "config errors"
+ROOMS["tuning"] = "_html collectives errors plans profiling state step transforms tree"
 ROOMS["command_line"] = " ".join(ROOMS)
 VERSION = "fds.__version__"  # which every room may ask for: it is there before any of them
 PROGRAM = "__main__"  # wherever it lies, it belongs to the room of commands: `python -m fds.plans` is `fds plans`

@@ -1,0 +1,146 @@
+"""A rank's part of a candidate without its messages: how long it computes, and what it holds.
+
+The rank is planned: the others do not exist, and a collective returns as if all had this one's values. So one device
+can rehearse a rank of a hundred. Arithmetic is done on the values of a real state, since zeros, or what memory happens
+to hold, may be slower (denormal numbers) or refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from fds import tree
+from fds.collectives import mesh
+from fds.collectives.links import ALIKE, dry
+from fds.collectives.meshes import Topology, planned
+from fds.profiling.peaks import of_dry_run
+from fds.profiling.planned import of_planned, tell_headers, untouched
+from fds.state import State
+from fds.step import Step
+from fds.tuning.pipelines import waiting
+from fds.tuning.problem import Problem
+from fds.tuning.spaces import Candidate
+
+BLOCKS = 3  # of calls: their median counts
+
+
+@attrs.frozen
+class Message:
+    """A kind of message of a rank in a call."""
+
+    op: str
+    axis: str
+    num_bytes: int
+    count: int
+
+
+@attrs.frozen
+class Footprint:
+    """What is known of a candidate before anything of it runs.
+
+    Attributes:
+        num_bytes: at the peak of a call on the rank that holds most, activations included where `is_whole`.
+        is_whole: whether a dry run said so; else formulas, which know no activations.
+        messages: those of a call, by kind.
+        unknown: why there was no dry run.
+    """
+
+    num_bytes: int
+    is_whole: bool
+    messages: tuple[Message, ...]
+    unknown: str = ""
+
+
+def weigh(tell: Callable[[Any], None], problem: Problem, candidates: tuple[Candidate, ...]) -> None:
+    """Tell for each candidate the footprint of its first rank, or the text of what composing it raised.
+
+    The rank is planned, and nothing is computed or sent.
+    """
+    for candidate in candidates:
+        try:
+            tell(attrs.asdict(_weighed(problem, candidate)))
+        except Exception as error:
+            tell(f"{type(error).__name__}: {error}".split("\n")[0])
+
+
+def _weighed(problem: Problem, candidate: Candidate) -> Footprint:
+    """Weigh the first rank, and of a pipeline one rank of each stage: return the largest."""
+    first = Topology.of(**candidate.axes).filter_match(**{name: 0 for name in candidate.axes if name != "pp"})
+    return max((_of_rank(problem, candidate, rank) for rank in first), key=lambda footprint: footprint.num_bytes)
+
+
+def _of_rank(problem: Problem, candidate: Candidate, rank: int) -> Footprint:
+    make = functools.partial(problem.step, candidate)
+    with planned(candidate.axes, rank) as ranks:
+        step, share = make(ranks), problem.share(candidate, ranks)
+        state = step.structure(problem.params)
+        description = step.describe(state)
+    messages = tuple(Message(m.kind.op, m.kind.axis, m.kind.num_bytes, m.count) for m in description.messages)
+    try:
+        return Footprint(of_planned(make, candidate.axes, rank, problem.params, share), True, messages)
+    except Exception as error:  # what the step itself refuses a trial will say
+        num_bytes = sum(description.num_bytes.values()) + sum(description.memory.values())
+        return Footprint(num_bytes, False, messages, f"{type(error).__name__}: {error}".split("\n")[0])
+
+
+def rehearse(tell: Callable[[Any], None], problem: Problem, candidates: tuple[Candidate, ...], seconds: float) -> None:
+    """Tell for each candidate the seconds of a call without its messages, or the text of what it raised.
+
+    In a pipeline they hold what this rank waits for others. All ranks of this machine rehearse the same candidate at a
+    time, as they will share its memory and cores.
+    """
+    together = mesh(ranks=-1)
+    for candidate in candidates:
+        together["ranks"].barrier()
+        try:
+            tell(_rehearsed(problem, candidate, together.rank, seconds))
+        except Exception as error:
+            tell(f"{type(error).__name__}: {error}".split("\n")[0])
+
+
+def _rehearsed(problem: Problem, candidate: Candidate, rank: int, seconds: float) -> float:
+    make = functools.partial(problem.step, candidate)
+    with planned(candidate.axes, rank) as ranks:
+        step, share = make(ranks), problem.share(candidate, ranks)
+        tell_headers(step, make, candidate.axes, lambda step: of_dry_run(step, untouched(step, problem.params), share))
+        with _alone():
+            state = step.init(problem.params, key=0)
+            return time_calls(step, state, share, seconds) + waiting(step, share)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    token = dry.set(ALIKE)
+    try:
+        yield
+    finally:
+        dry.reset(token)
+
+
+def time_calls(step: Step, state: State, batch: Any, seconds: float, agree: Callable[[int], int] = int) -> float:
+    """Return the seconds of a call: the median of blocks of at least `seconds`, after calls that learn and warm up.
+
+    `agree` makes of the number of calls that this rank would time the one that all of them do.
+    """
+    metrics: Mapping[str, Tensor] = {}
+
+    def run(calls: int) -> float:
+        nonlocal state, metrics
+        begin = time.perf_counter()
+        for _ in range(calls):
+            state, metrics = step(state, batch)
+        tree.values_of(metrics["loss"])  # which waits for the device
+        return (time.perf_counter() - begin) / calls
+
+    run(2)
+    calls = agree(math.ceil(seconds / max(run(1), 1e-6)))
+    return statistics.median(run(calls) for _ in range(BLOCKS))

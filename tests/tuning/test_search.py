@@ -1,0 +1,147 @@
+"""A search on two ranks, each process of it real; what came of it is read again from its journal."""
+
+import json
+import math
+import random
+
+import pytest
+
+import fds
+from fds.errors import FdsError
+from fds.tuning import Budget, Space
+from fds.tuning.prediction import Prediction, fit
+from fds.tuning.processes import run_ranks
+from tests.tuning.problem import batch, fail, layers, recipe, sleep
+
+KINDS = ["whole", "sharded", "killed", "refused", "less"]
+MEMORY = 60_000  # above what the sharded one holds, below the whole one
+
+
+def search(journal, **kwargs):
+    loss = layers()
+    space = Space(recipe, {"dp": 2}, {"kind": KINDS})
+    options = {"budget": Budget(measure=0.01, limit=120.0), "memory": MEMORY, "show": None, **kwargs}
+    return fds.tune(loss, loss.init, batch(), space=space, journal=journal, **options)
+
+
+@pytest.fixture(scope="module")
+def journal(tmp_path_factory):
+    """Return the journal of a search that has tried all that can be."""
+    path = tmp_path_factory.mktemp("tune") / "journal.jsonl"
+    search(path, order="ranking")
+    search(path, order="grid")
+    return path
+
+
+def outcomes(report):
+    return {row.candidate.choices["kind"]: row.outcome for row in report.rows}
+
+
+def test_what_does_not_fit_or_run_is_a_result(journal):
+    report = search(journal, order="grid")
+    assert outcomes(report) == {
+        "whole": "does not fit", "sharded": "tried", "killed": "died", "refused": "refused", "less": "tried",
+    }  # fmt: skip
+    why = {row.candidate.choices["kind"]: row.why for row in report.rows}
+    assert "bytes, and a rank has 60,000" in why["whole"] and "no such kind" in why["refused"]
+    assert why["killed"] == "rank 1: ended by SIGKILL (out of memory?)"
+
+
+def test_bytes_and_seconds_are_predicted(journal):
+    rows = {row.candidate.choices["kind"]: row for row in search(journal).rows}
+    for row in rows["sharded"], rows["less"]:
+        bucket = next(m.num_bytes for m in row.footprint.messages if m.op == "reduce_scatter")
+        # gloo receives the pieces of a bucket of other ranks into memory of its own
+        assert row.footprint.is_whole and row.num_bytes - row.footprint.num_bytes in (0, bucket // 2)
+        assert min(row.prediction.computed, row.prediction.messages) > 0
+        assert {message.op for message in row.footprint.messages} >= {"all_reduce", "all_gather", "reduce_scatter"}
+
+
+def test_a_journal_takes_the_place_of_trials(journal, monkeypatch):
+    monkeypatch.setattr(fds.tuning.search, "run_ranks", None)  # which would raise
+    before = journal.read_text()
+    report = search(journal)
+    assert report.best.measured == min(row.measured for row in report.rows if row.measured)
+    assert json.loads(report.to_json())["choices"] == report.best.candidate.choices
+    assert str(report).splitlines()[1].startswith("dp=2, kind=") and "does not fit" in report._repr_html_()
+    assert journal.read_text() == before
+
+
+def test_a_line_that_was_not_written_whole_is_done_again(journal, tmp_path):
+    torn = tmp_path / "torn.jsonl"
+    text = journal.read_text()
+    torn.write_text(text + '{"of": "try ')
+    assert outcomes(search(torn)) == outcomes(search(journal))
+    assert torn.read_text() == text
+
+
+def test_a_journal_of_another_search_is_refused(journal, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text(journal.read_text().replace('"problem": "', '"problem": "0'))
+    with pytest.raises(FdsError, match="another search"):
+        search(other)
+    other.write_text("{}\n")
+    with pytest.raises(FdsError, match="another search"):
+        search(other)
+
+
+def test_orders_try_as_many_as_the_budget_says(journal):
+    one = Budget(trials=1, measure=0.01)
+    of_grid = search(journal, order="grid", budget=one)
+    assert outcomes(of_grid)["sharded"] == "tried" and outcomes(of_grid)["less"] == "not tried"
+    tried = {
+        key: [
+            k
+            for k, v in outcomes(search(journal, order="random", key=key, budget=one)).items()
+            if v in ("tried", "died")
+        ]
+        for key in range(8)
+    }
+    assert {len(kinds) for kinds in tried.values()} == {1} and len({kinds[0] for kinds in tried.values()}) > 1
+    none = search(journal, budget=Budget(seconds=1e-9, measure=0.01))
+    with pytest.raises(FdsError, match="no candidate has run"):
+        _ = none.best
+
+
+class Study:
+    """What Optuna's study is asked and told, drawing at random."""
+
+    def __init__(self):
+        self.random, self.told = random.Random(0), []
+
+    def ask(self):
+        return self
+
+    def suggest_categorical(self, name, values):
+        return self.random.choice(values)
+
+    def tell(self, trial, seconds):
+        self.told.append(seconds)
+
+
+def test_a_study_says_what_to_try(journal):
+    study = Study()
+    report = search(journal, order=study)
+    assert min(study.told) == report.best.measured and math.inf in study.told
+    assert outcomes(report)["killed"] == "died"
+
+
+def test_ranks_that_hang_are_ended():
+    ended = run_ranks(sleep, (), num_ranks=1, limit=8.0)
+    assert (ended.how, ended.why) == ("hung", "rank 0: 0 of 1 ranks not done after 8 s")
+
+
+def test_the_error_of_the_rank_that_failed_first_is_told():
+    ended = run_ranks(fail, (), num_ranks=2, limit=120.0)
+    assert (ended.how, ended.why) == ("failed", "rank 1: ValueError: of the second")
+
+
+def test_what_does_not_pickle_is_refused():
+    with pytest.raises(FdsError, match="does not pickle"):
+        run_ranks(sleep, (lambda: 0,), num_ranks=1, limit=1.0)
+
+
+def test_factors_stay_near_one_with_few_trials():
+    a, b = fit([(Prediction(1.0, 1.0), 3.0)])
+    assert 1 < a < 1.5 and a == pytest.approx(b)
+    assert fit([]) == (1.0, 1.0)
