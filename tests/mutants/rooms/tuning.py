@@ -1,0 +1,41 @@
+"""Mutants of tuning: what fits, what a trial's end means, and what a journal keeps."""
+
+from tests.mutants.mutant import Mutant
+
+SEARCH = "fds/tuning/search.py"
+TESTS = "tests/tuning/test_search.py"
+
+MUTANTS = (
+    Mutant(
+        "tuning-tries-what-does-not-fit",
+        SEARCH,
+        "fits = footprint.num_bytes <= room",
+        "fits = True",
+        "candidates are tried that need more memory than there is",
+        TESTS,
+    ),
+    Mutant(
+        "tuning-failed-trials-are-fast",
+        SEARCH,
+        "self.rows[candidate.key].measured or math.inf",
+        "self.rows[candidate.key].measured or 0.0",
+        "after a trial that died no other is better",
+        TESTS,
+    ),
+    Mutant(
+        "tuning-journal-keeps-torn-lines",
+        "fds/tuning/journal.py",
+        'file.truncate(len((whole + "\\n").encode()))',
+        "pass",
+        "what follows a line that was not written whole cannot be read",
+        TESTS,
+    ),
+    Mutant(
+        "tuning-blames-the-first-rank",
+        "fds/tuning/processes.py",
+        'rank = min(failures, key=lambda rank: (failures[rank][1].startswith("RankError"), rank))',
+        "rank = min(failures)",
+        "a rank that lost another is blamed for it",
+        TESTS,
+    ),
+)
