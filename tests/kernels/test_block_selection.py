@@ -15,6 +15,7 @@ from fds.kernels.choice import only
 from fds.kernels.sparse import sparse_attention
 from tests.devices import DEVICE
 from tests.kernels.accuracy import assert_near
+from tests.kernels.test_sparse import OF_KERNELS
 from tests.kernels.ways import WAYS, plain, traced
 
 TOKENS, BLOCK = 43, 8  # the last block is partly empty
@@ -220,3 +221,19 @@ def test_bad_selections_are_refused(selection):
     q, k, v = qkv()
     with pytest.raises(FdsError):
         sparse_attention(q, k, v, selection)
+
+
+@pytest.mark.parametrize(("kind", "together"), [("reference", 16), ("reference", 1), ("triton", 1)])
+def test_a_selection_of_what_a_layout_lists_is_that_layout_with_masks_of_all_kinds(kind, together):
+    layout, options = OF_KERNELS["everything"]
+    args = [x.to(DEVICE) for x in qkv(dtype=torch.float32)]
+    options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
+    listed = torch.from_numpy(layout.as_array()).to(DEVICE)
+    chosen = torch.where(listed, torch.arange(3, device=DEVICE), -1).repeat_interleave(16 // together, 1)
+    chosen = chosen[:, : -(-TOKENS // together)].expand(2, -1, -1, -1)
+    results = []
+    with only(kind):
+        for blocks in (layout, BlockSelection(chosen, TOKENS, 16, together)):
+            out = sparse_attention(args[0], args[1], args[2], blocks, **options)
+            results.append((out, *torch.autograd.grad(out.square().sum(), args)))
+    torch.testing.assert_close(*results)
