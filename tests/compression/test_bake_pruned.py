@@ -163,6 +163,21 @@ def test_weights_that_are_cut_are_integers_in_either_order(name, grid, tmp_path)
         assert repr(fresh) == repr(baked.module)
 
 
+def test_ranks_that_share_the_state_have_the_same_integers():
+    transforms = [CASES["next rows"][2](), fds.quantize_weights("*.weight", bits=4, group_size=2)]
+
+    def body():
+        share = fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=3)
+        return fds.bake(*trained(structures.multilayer, [share, *transforms]))
+
+    alone = fds.bake(*trained(structures.multilayer, transforms))
+    first, second = fds.simulate(body, 2)
+    x = batch(structures.multilayer, 99)[0]
+    assert_same_bits(first.module(x), second.module(x))
+    assert [(e.bits, e.baked_shape) for e in first.entries] == [(e.bits, e.baked_shape) for e in alone.entries]
+    torch.testing.assert_close(first.module(x), alone.module(x))
+
+
 def test_a_report_names_dynamic_ranges_of_inputs_of_which_some_are_cut_off():
     kind, _, prune = CASES["heads"]
     inputs = [fds.quantize_activations("1.*"), fds.quantize_activations("2.*", range="static")]
