@@ -102,6 +102,9 @@ class TrainingConfig(Groups):
             factors: of weights whose bits fall (MoQ), by patterns of their names: what `config.eigenvalues` returns, or
                 numbers, as `fds.quantize_weights` takes them.
 
+        Without an optimizer in the JSON yours goes last; where `sparse_pruning` is by `snip_momentum`, beside that of
+        its sums: `fds.by_name({"*weight_scores": fds.compression.sensitivity(), "*": yours})`.
+
         Raises `NotSupportedError`, naming all keys, for features that fds does not support yet; `ConfigError` for batch
         sizes that do not multiply, and for keys that need a module without one; `MeshError` for a mesh without `dp`;
         `ComposeError` for a model that is no module.

@@ -306,23 +306,26 @@ def halves(call, rank):
 @pytest.mark.parametrize("offset", [2, 3])  # after an average, and between two
 def test_ranks_with_parameters_of_their_own_take_the_masks_of_the_first(offset):
     """By hand: two ranks step apart, and in each second call take their mean."""
-    local, stay = [{name: x.clone() for name, x in PARAMS.items()} for _ in range(2)], {}
+    local, stay, rate = [{name: x.clone() for name, x in PARAMS.items()} for _ in range(2)], {}, 0.7
     for t in range(6):
-        makes = {name: largest(t, local[0][name]).double() for name in WEIGHTS} if t == offset else stay
+        if t == offset:
+            of_ranks = [{name: largest(t, params[name]).double() for name in WEIGHTS} for params in local]
+            makes = of_ranks[0]
+            assert all(torch.equal(makes[name], of_ranks[1][name]) for name in WEIGHTS) == (t % 2 == 0)
         for rank, params in enumerate(local):
-            stay = {name: largest(t, params[name]).double() for name in WEIGHTS} if t == offset else stay
+            stay = of_ranks[rank] if t == offset else stay
             leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
             seen = {name: x * stay[name] if name in stay else x for name, x in leaves.items()}
             LOSS(seen, halves(t, rank)).backward()
-            local[rank] = {name: params[name] - LR * leaf.grad for name, leaf in leaves.items()}
-        stay = makes
+            local[rank] = {name: params[name] - rate * leaf.grad for name, leaf in leaves.items()}
+        stay = makes if t == offset else stay
         if t % 2:
             local = [{name: (x + local[1][name]) / 2 for name, x in local[0].items()}] * 2
 
     def on_ranks():
         axis = fds.mesh(dp=-1)["dp"]
         apart = fds.local_updates(axis, every=2, outer=fds.sgd(1.0))
-        step = fds.compose(apart, fds.prune_weights("*", density=0.5, offset=offset), fds.sgd(LR))(LOSS)
+        step = fds.compose(apart, fds.prune_weights("*", density=0.5, offset=offset), fds.sgd(rate))(LOSS)
         state = step.init(PARAMS)
         for t in range(6):
             state, _ = step(state, halves(t, axis.index))

@@ -57,6 +57,22 @@ MUTANTS = (
         WEIGHTS,
     ),
     Mutant(
+        "masks-are-sent-in-each-call",
+        "fds/compression/schedule.py",
+        '{"merge": "max", "accept": _made_or_old, "when": self.is_look}',
+        '{"merge": "max", "accept": _made_or_old, "when": lambda calls: self.is_look(calls) or calls >= 0}',
+        "ranks send masks in calls that make none",
+        WEIGHTS,
+    ),
+    Mutant(
+        "each-rank-has-masks-of-its-own",
+        "fds/compression/pieces.py",
+        "return local is None or local.index == 0",
+        "return True",
+        "with local_updates a mask is what any rank would keep",
+        WEIGHTS,
+    ),
+    Mutant(
         "an-initial-mask-is-in-use-at-once",
         "fds/compression/schedule.py",
         "        return mask.bool() | (step < self.offset)",
