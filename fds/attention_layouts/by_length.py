@@ -73,6 +73,9 @@ class LayoutByLength:
     def __attrs_post_init__(self) -> None:
         _LIVING[self.key] = self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LayoutByLength, (self.source, self.max_tokens)  # another object has a key of its own
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LayoutByLength:
         """Return the object itself: copies of a layer share layouts."""
         return self
@@ -126,7 +129,7 @@ class LayoutByLength:
                 where="layout",
                 got=f"{tokens} tokens",
                 want="1 or more" + f", at most {most}" * (most is not None),
-                hint="a layout of more blocks, or a larger max_tokens" * bool(blocks),
+                hint="a layout of more blocks, or a larger max_tokens, max_seq_length of a module" * bool(blocks),
             )
         if isinstance(self.source, AttentionLayout):
             layout = self.source

@@ -19,18 +19,18 @@ class Family:
         attention: the class of attention of a sequence to itself, by name.
         holder: the class that holds the table of positions; empty where there is none.
         table: under which name.
-        reserved: rows of the table before the first position.
+        after_padding: whether positions begin after the number of the padding token.
     """
 
     attention: str
     holder: str = ""
     table: str = "position_embeddings"
-    reserved: int = 0
+    after_padding: bool = False
 
 
 FAMILIES = {
     "bert": Family("BertSelfAttention", "BertEmbeddings"),
-    "roberta": Family("RobertaSelfAttention", "RobertaEmbeddings", reserved=2),
+    "roberta": Family("RobertaSelfAttention", "RobertaEmbeddings", after_padding=True),
     "gpt2": Family("GPT2Attention", "GPT2Model", "wpe"),
     "llama": Family("LlamaAttention"),
 }

@@ -18,9 +18,9 @@ def extend_position_embedding(model: Any, max_position: int) -> Any:
     """Return a copy of a model of transformers with a longer table of positions; all other weights are shared.
 
     The table repeats, as DeepSpeed does it: position i has the weights of position i modulo the old length. The last
-    repetition is cut short where the lengths do not divide. Of RoBERTa the rows before the first position stay as they
-    are, and the table has two more rows than positions. `model.config` says the new length; a tokenizer is told by
-    `tokenizer.model_max_length = max_position`.
+    repetition is cut short where the lengths do not divide. Of RoBERTa, whose positions begin after the number of the
+    padding token, the rows before them stay as they are; there are two, and so the table has two more rows than
+    positions. `model.config` says the new length; a tokenizer is told by `tokenizer.model_max_length = max_position`.
 
     Args:
         model: of BERT, RoBERTa or GPT-2, with any head.
@@ -39,24 +39,24 @@ def extend_position_embedding(model: Any, max_position: int) -> Any:
             hint="any length runs; config.rope_parameters scales positions",
         )
     model = sharing_copy(model)
-    holders = parts_of(model, family.holder)
-    old = [getattr(part, family.table).weight.shape[0] - family.reserved for _, part in holders]
-    if not holders or not is_int(max_position, 1) or max_position <= max(old):
+    tables = [(part, getattr(part, family.table)) for _, part in parts_of(model, family.holder)]
+    reserved = tables[0][1].padding_idx + 1 if tables and family.after_padding else 0
+    old = tables[0][1].weight.shape[0] - reserved if tables else 0
+    if not tables or not is_int(max_position, 1) or max_position <= old:
         raise ComposeError(
             "a table of positions becomes longer",
             where="max_position",
-            got=f"{max_position!r:.40}, and the model has {max(old, default=0)}",
+            got=f"{max_position!r:.40}, and the model has {old}",
             want="an int, more than there are",
         )
-    for _, part in holders:
-        _extend(part, family.table, family.reserved, max_position)
-    model.config.max_position_embeddings = max_position + family.reserved
+    for part, table in tables:
+        _extend(part, family.table, table, reserved, max_position)
+    model.config.max_position_embeddings = max_position + reserved
     return model
 
 
 @torch.no_grad()
-def _extend(part: Any, name: str, reserved: int, positions: int) -> None:
-    table: nn.Embedding = getattr(part, name)
+def _extend(part: Any, name: str, table: nn.Embedding, reserved: int, positions: int) -> None:
     first, rows = table.weight[:reserved], table.weight[reserved:]
     repeated = rows.repeat(-(-positions // len(rows)), 1)[:positions]
     weight = torch.cat([first, repeated])

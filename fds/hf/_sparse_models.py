@@ -162,20 +162,17 @@ def _with_cache(
     Raises `KernelError` where tokens before would see other keys by now than they did.
     """
     m, n = query.shape[2], key.shape[2]
-    if not layouts.is_cropped or "documents" in masks:
+    if not layouts.is_cropped or masks.keys() - {"key_padding"}:
         raise KernelError(
-            "keys were cached under the layout of a shorter sequence",
+            "keys were cached under the layout of a shorter sequence, or a mask does not say of which tokens they are",
             where="past_key_values",
-            got=f"{n - m} keys, and {m} more",
-            want="a layout that is cropped, so that a token sees the same however long the sequence is",
+            got=f"{n - m} keys, and {m} more" + f", {', '.join(masks)}" * bool(masks),
+            want="a layout that is cropped, so that a token sees the same however long the sequence is; a mask (B, S)",
             hint="sparsify(model, rule, max_tokens=...), or use_cache=False",
         )
     seen = _rows(layouts.at(query.shape[1], n), m, n, causal).to(query.device)
     if (padding := masks.get("key_padding")) is not None:
         seen = seen & padding[:, None, None, -n:]
-    bias = masks.get("bias")
-    if bias is not None:
-        seen = seen & bias if bias.dtype == torch.bool else bias.masked_fill(~seen, -math.inf)
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=grouped)
 

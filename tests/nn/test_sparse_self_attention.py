@@ -2,6 +2,7 @@
 
 import functools
 import math
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +87,14 @@ def test_a_rule_makes_one_layout_for_the_longest_sequences_as_deepspeed_does():
         SparseSelfAttention(rule, max_seq_length=40)(q, k, v)
     with pytest.raises(AttentionLayoutError, match="at most 40"):
         SparseSelfAttention(rule(H, 5))(q, k, v)
+
+
+def test_a_module_that_is_saved_whole_has_layouts_of_its_own():
+    q, k, v = (numbers(B, H, S, D, seed=i) for i in range(3))
+    module, other = (SparseSelfAttention(rule, max_seq_length=None) for rule in (PER_HEAD, fixed))
+    again = pickle.loads(pickle.dumps(module))
+    assert len({x.layouts.key for x in (module, other, again)}) == 3
+    torch.testing.assert_close(again(q, k, v), module(q, k, v))
 
 
 def test_two_layouts_of_one_length_stand_side_by_side():
@@ -274,7 +283,8 @@ def test_what_ranks_cannot_compute_is_refused():
         step = fds.compose(fds.context_parallel(axis, layout=parts), fds.sgd(0.1))(loss)
         step(step.init({"w": torch.ones(())}), torch.ones(2, 8, 12))
 
-    for options, words in (({"parts": "zigzag"}, "contiguous"), ({"p": 0.1}, "dropout"), ({"heads": 3}, "heads")):
+    cases = [({"parts": "zigzag"}, "contiguous"), ({"p": 0.1}, "dropout")]
+    for options, words in [*cases, ({"heads": 3}, "heads"), ({"heads": 1}, "heads")]:
         with pytest.raises(KernelError, match=words) as error:
             fds.simulate(lambda options=options: over_tokens(**options), 2)
         assert "ring" not in error.value.hint

@@ -138,6 +138,11 @@ def test_generation_with_a_cache_is_that_without_one_where_the_layout_is_cropped
     with pytest.raises(KernelError, match="max_tokens"):
         by_rule.generate(ids(), use_cache=True, **options)
     assert by_rule.generate(ids(), use_cache=False, **options).shape[1] == TOKENS + 9
+    mask = torch.ones(2, 1, 8, TOKENS, dtype=torch.bool)
+    with pytest.raises(KernelError, match="bias"):
+        sparse(
+            ids()[:, 13:], past_key_values=sparse(ids()[:, :13], use_cache=True).past_key_values, attention_mask=mask
+        )
     with pytest.raises(KernelError, match="DynamicCache"):
         sparse.generate(ids(), cache_implementation="static", **options)
 
@@ -264,7 +269,7 @@ def test_what_ranks_cannot_compute_is_refused(axes, transforms, sizes, changes, 
 @pytest.mark.parametrize("name", ["bert", "roberta", "gpt2"])
 @pytest.mark.parametrize("length", [64, 70])
 def test_longer_tables_repeat_and_all_else_is_shared(name, length):
-    short = model(name)
+    short = model(name, pad_token_id=1)
     reserved = 2 if name == "roberta" else 0
     table = lambda module: dict(module.named_parameters())[TABLES[name]]
     old, before = table(short).clone(), 32 - reserved

@@ -106,7 +106,7 @@ def _of_these_heads(layout: Any, q: Tensor, axis: Axis | None, p: float) -> Atte
             hint="LayoutByLength(bigbird)",
         )
     first = 0 if region is None else region.axis.index * heads
-    count = heads // size  # ranks that do not divide the heads are refused where they exchange them
+    count = heads if heads % size else heads // size  # ranks that do not divide them are refused when they meet
     return layout.at(heads * parts, q.shape[2] * size, first + (0 if axis is None else axis.index * count), count)
 
 

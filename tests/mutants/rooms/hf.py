@@ -14,8 +14,8 @@ MUTANTS = (
     Mutant(
         "cached-keys-of-another-layout",
         "fds/hf/_sparse_models.py",
-        "if not layouts.is_cropped or",
-        "if",
+        "if not layouts.is_cropped or masks",
+        "if masks",
         "generation with a cache mixes layouts of several lengths",
         "tests/hf/test_stand_ins.py",
     ),
