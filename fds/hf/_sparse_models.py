@@ -56,8 +56,8 @@ def sparsify(
             keys needs this, or a layout.
         axis: whose ranks pass parts of the same rows, with `fds.context_parallel`; positions are to be passed.
 
-    Raises `ComposeError` for a model of another family, with cross-attention, or without attention;
-    `AttentionLayoutError` for what is neither a layout nor a rule.
+    Raises `ComposeError` for a model of another family, with cross-attention, with `output_attentions`, or without
+    attention; `AttentionLayoutError` for what is neither a layout nor a rule.
     """
     family = family_of(model, "sparsify")
     if axis is not None and not is_a(axis, Axis):
@@ -67,12 +67,13 @@ def sparsify(
     sparsity = Sparsity(LayoutByLength(layout, max_tokens), axis)
     copied = sharing_copy(model)
     modules = [part for _, part in parts_of(copied, family.attention)]
-    if not modules or getattr(model.config, "add_cross_attention", False):
+    refused = [name for name in ("add_cross_attention", "output_attentions") if getattr(model.config, name, False)]
+    if refused or not modules:
         raise ComposeError(
-            "a layout is of a sequence's attention to itself",
+            "a layout is of a sequence's attention to itself, of which there are no weights to return",
             where="model",
-            got=f"{type(model).__name__} with cross-attention" if modules else f"{type(model).__name__} without any",
-            want=f"modules of class {family.attention}, and config.add_cross_attention=False",
+            got=f"{type(model).__name__} with {', '.join(refused) or 'no attention'}",
+            want=f"modules of class {family.attention}" + "".join(f", config.{x}=False" for x in refused),
         )
     _register()
     copied.set_attn_implementation(NAME)
@@ -230,10 +231,11 @@ def _documents(mask_function: Any, causal: Any) -> Tensor | None:
     """
     if torch.compiler.is_compiling():
         return None
-    both = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+    closure = lambda function: inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    both = closure(mask_function).get("mask_functions", ())
     if len(both) != 2:
         return None
-    packed, remapped = (inspect.getclosurevars(function).nonlocals for function in both)
+    packed, remapped = map(closure, both)
     documents = packed.get("packed_sequence_mask")
     is_plain = packed.keys() == {"packed_sequence_mask"} and remapped.get("mask_function") is causal
     return documents if is_plain and remapped.keys() == {"mask_function", "position_ids"} else None

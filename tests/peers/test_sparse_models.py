@@ -297,8 +297,10 @@ TABLES = {
 def test_bad_input_is_refused():
     bert, llama = model("bert"), model("llama")
     cross = model("bert-chunks", add_cross_attention=True)
-    sparse = fds.hf.sparsify(bert, PER_HEAD)
+    sparse, eager = fds.hf.sparsify(bert, PER_HEAD), model("bert", attn_implementation="eager")
+    eager.config.output_attentions = True
     cases = [
+        (lambda: fds.hf.sparsify(eager, PER_HEAD), ComposeError, "model"),
         (lambda: fds.hf.sparsify(torch.nn.Linear(2, 2), PER_HEAD), ComposeError, "model"),
         (lambda: fds.hf.sparsify(bert.bert.embeddings, PER_HEAD), ComposeError, "model"),
         (lambda: fds.hf.sparsify(model("t5"), PER_HEAD), ComposeError, "model"),
