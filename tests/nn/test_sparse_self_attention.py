@@ -125,7 +125,8 @@ class Model(nn.Module):
 
     def __init__(self, layout, axis=None):
         super().__init__()
-        self.attention, self.out = BertSparseSelfAttention(CONFIG, layout, axis=axis), nn.Linear(H * D, H * D)
+        self.attention = BertSparseSelfAttention(CONFIG, layout, max_seq_length=None, axis=axis)
+        self.out = nn.Linear(H * D, H * D)
         self.norm = nn.LayerNorm(H * D)
 
     def forward(self, x):
@@ -162,6 +163,11 @@ def trained(axes, *more, tp=1, sp=1, dp=1, layers=False):
     for _ in range(3):
         state, metrics = step(state, (mine, mine * 0.5))
     return metrics["loss"], step.params(state)
+
+
+def test_heads_of_these_layouts_differ():
+    """Or ranks that compute by the layouts of other heads would be like one rank."""
+    assert len(PER_HEAD(H, 6).patterns) == H
 
 
 @functools.cache
