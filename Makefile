@@ -135,6 +135,9 @@ bench-dropping: $(READY)  ## time a step whose layers compute some of the tokens
 bench-sparse: $(READY)  ## time and weigh sparse attention on a CPU beside dense attention, 1k to 16k tokens
 	@$(BIN)/python benchmarks/sparse.py $(ARGS)
 
+bench-tuning: $(READY)  ## predict compositions on two ranks, try all, and see what the tuner would choose
+	@$(BIN)/python benchmarks/tuning.py $(ARGS)
+
 bench-analysing: $(PEERS)  ## time the analysis of a file of tokens beside DeepSpeed's (needs .venv-peers, large)
 	@.venv-peers/bin/python benchmarks/analysing.py $(ARGS)
 

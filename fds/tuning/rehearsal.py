@@ -12,7 +12,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -86,10 +86,21 @@ def _of_rank(problem: Problem, candidate: Candidate, rank: int) -> Footprint:
         description = step.describe(state)
     messages = tuple(Message(m.kind.op, m.kind.axis, m.kind.num_bytes, m.count) for m in description.messages)
     try:
-        return Footprint(of_planned(make, candidate.axes, rank, problem.params, share), True, messages)
+        num_bytes, unknown = of_planned(make, candidate.axes, rank, problem.params, share), ""
     except Exception as error:  # what the step itself refuses a trial will say
         num_bytes = sum(description.num_bytes.values()) + sum(description.memory.values())
-        return Footprint(num_bytes, False, messages, f"{type(error).__name__}: {error}".split("\n")[0])
+        unknown = f"{type(error).__name__}: {error}".split("\n")[0]
+    return Footprint(num_bytes + _received(candidate, messages), not unknown, messages, unknown)
+
+
+def _received(candidate: Candidate, messages: Iterable[Message]) -> int:
+    """Return the bytes into which gloo receives the pieces of other ranks of what it adds, which it keeps."""
+    most = 0
+    for message in messages:
+        size = math.prod(candidate.axes.get(name, 1) for name in message.axis.split(","))
+        if message.op in ("reduce_scatter", "all_reduce"):
+            most = max(most, message.num_bytes // size * (size - 1))
+    return most
 
 
 def rehearse(tell: Callable[[Any], None], problem: Problem, candidates: tuple[Candidate, ...], seconds: float) -> None:
