@@ -44,6 +44,7 @@ ROOMS = (  # in the order of data flow
     "fds.reporting",
     "fds.config",
     "fds.elastic",
+    "fds.tuning",
     "fds.command_line",
     "fds.errors",
 )

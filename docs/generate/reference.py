@@ -39,6 +39,7 @@ TITLES = {
     "fds.reporting": "The page of a run",
     "fds.config": "DeepSpeed's configuration",
     "fds.elastic": "Elastic batches",
+    "fds.tuning": "The fastest composition",
     "fds.command_line": "The command line",
     "fds.errors": "Errors",
 }

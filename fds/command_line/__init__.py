@@ -26,6 +26,7 @@ COMMANDS = {  # name -> module and function that fill its parser, and its line i
     "elastic": ("elastic:fill", "say which numbers of ranks an elastic configuration lets run, and their batch"),
     "plans": ("plans:fill", "draw a pipeline schedule, its time and its memory"),
     "report": ("runs:fill_report", "write one page about a run, or about several beside each other"),
+    "tune": ("tune:fill", "run a script with the experiments of autotuning, and write down the fastest"),
     "storage": ("runs:fill", "look into saves: show, verify, export, diff"),
 }
 EXAMPLES = {

@@ -25,6 +25,7 @@ from fds.config.reading import Unknown
 from fds.config.sampling import draws_by_tokens, microbatches_of, order_of, rate_of
 from fds.config.sparse_models import sparse_model
 from fds.config.training import TrainingConfig
+from fds.config.trial import OnTrial, trial_of
 from fds.data import BatchOrder, DistributedLoader, TokenBatches
 from fds.errors import BatchError, ConfigError, DataError, FdsError, MeshError
 from fds.loss import Layers
@@ -92,13 +93,16 @@ def initialize(
     With `elasticity` in the JSON, a `UserWarning` says where this number of ranks does not share the others' batch; one
     says where `eigenvalue.enabled` asks for factors, and there are neither these nor `training_data`.
 
+    In a script that `fds tune` runs, the configuration of the trial takes the place of `config`, and the step ends the
+    process once it has measured.
+
     Raises `ConfigError` if JSON and arguments both say something, `ElasticityError` for a number of ranks that has no
     elastic batch and for a JSON that a scheduler was told otherwise, and all that `compose` and `step.init` raise.
     """
-    ranks = _mesh_of(mesh)
+    ranks, trial = _mesh_of(mesh), trial_of(os.environ)
 
     def resolve() -> TrainingConfig:
-        source = config_of(args, config)
+        source = config_of(args, config) if trial is None else trial.config
         read = source if isinstance(source, TrainingConfig) else TrainingConfig.of(source, unknown=unknown)
         axes = axes_of(read.filled(auto or {}), ranks.size) if mesh is None else ranks.shape
         resolved = read.resolve(world_size=data_ranks(axes), auto=auto)
@@ -127,6 +131,8 @@ def initialize(
         step = attrs.evolve(step, split=_split(config, step.split))
     state = step.init(params, key=key)
     config.dump_state(state, step)
+    if trial is not None:
+        step = attrs.evolve(step, run=OnTrial(step.run, trial, step, is_first=worlds.current().rank == 0))
     return step, state, loader, schedule
 
 

@@ -167,7 +167,7 @@ class _Search:
     def weigh(self) -> None:
         """Find what each candidate holds, and which do not fit."""
         candidates = self.problem.space.candidates()
-        room = self.memory or _room(self.problem.device, candidates[0].num_ranks)
+        room = self.memory or room_of(self.problem.device, candidates[0].num_ranks)
         self.ask("weigh", candidates, weigh, num_ranks=1)
         for candidate in candidates:
             answer = self.journal[f"weigh {candidate.key}"]
@@ -305,7 +305,7 @@ class _Search:
         )
 
 
-def _room(device: str, num_ranks: int) -> int:
+def room_of(device: str, num_ranks: int) -> int:
     """Return the bytes that a rank may hold: of its GPU, or its share of the memory that is available."""
     if device == "cuda":
         share = math.ceil(num_ranks / torch.cuda.device_count())

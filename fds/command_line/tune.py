@@ -1,0 +1,61 @@
+"""`fds tune`: run a script with one configuration after another, and write down the fastest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import torch
+
+from fds.command_line import Parser, count
+from fds.tuning.scripts import Tuned, tune_script
+
+Options = argparse.Namespace
+
+
+def fill(parser: Parser) -> None:
+    """Give the parser of `fds tune` its options."""
+    parser.teach(
+        "Run a script that trains by `fds.initialize` with the experiments of `autotuning`, in DeepSpeed's order.",
+        examples={
+            "fds tune ds_config.json train.py": "on one rank",
+            "fds tune ds_config.json --ranks 4 train.py --epochs 1": "on four; what follows the script is its own",
+        },
+        after="docs/tuning.md is the guide; fds.tune searches compositions in Python.",
+    )
+    parser.add_argument("config", metavar="FILE", help="a JSON file with the section autotuning")
+    parser.add_argument("--ranks", type=count, default=1, metavar="N", help="processes of each run (%(default)s)")
+    parser.add_argument(
+        "--limit", type=float, default=600.0, metavar="SECONDS", help="after which a run is ended (%(default)g)"
+    )
+    parser.add_argument("--memory", type=count, metavar="BYTES", help="that a rank may hold (default: its share)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help='of the order, where "tuner_type" is "random" (%(default)s)'
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="what the script is given")
+    parser.set_defaults(run=_tune)
+
+
+def _tune(options: Options) -> int:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tuned = tune_script(
+        options.config,
+        [options.script, *options.arguments],
+        ranks=options.ranks,
+        limit=options.limit,
+        memory=options.memory,
+        device=device,
+        seed=options.seed,
+    )
+    print("\n".join(_lines(tuned)))
+    return 0
+
+
+def _lines(tuned: Tuned) -> list[str]:
+    ran = sum(trial.value is not None for trial in tuned.trials)
+    return [
+        f"{len(tuned.trials)} experiments, of which {ran} have run",
+        f"best: {tuned.best.experiment.name}, {json.dumps(tuned.best.value)}",
+        f"written: {tuned.file}",
+    ]
