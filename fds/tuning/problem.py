@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from fds import tree
 from fds.collectives import Mesh
 from fds.errors import FdsError
+from fds.state import State
 from fds.step import Step, compose
 from fds.tuning.spaces import Candidate, Space
 
@@ -27,6 +29,11 @@ class Problem:
     def step(self, candidate: Candidate, mesh: Mesh) -> Step:
         """Compose a candidate's step."""
         return compose(self.space.compose(mesh, **candidate.choices))(self.loss)
+
+    def init(self, step: Step) -> State:
+        """Return a state of a candidate's step."""
+        with torch.device(self.device):
+            return step.init(self.params, key=0)
 
     def share(self, candidate: Candidate, mesh: Mesh) -> Any:
         """Return the rows of the batch that this rank has: those of its place on the axis "dp". Raises `FdsError`."""

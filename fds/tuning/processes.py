@@ -54,7 +54,9 @@ def run_ranks(work: Callable[..., None], arguments: Sequence[Any], *, num_ranks:
             process = context.Process(target=_rank, args=(environ, there, work, tuple(arguments)), daemon=True)
             try:
                 process.start()
-            except (AttributeError, TypeError, ValueError, ImportError) as error:
+            except OSError:  # of the machine, which starts no more processes
+                raise
+            except Exception as error:
                 raise _unpicklable(error) from error
             there.close()
             ends[here], processes = rank, [*processes, process]

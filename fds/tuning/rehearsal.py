@@ -124,7 +124,7 @@ def _rehearsed(problem: Problem, candidate: Candidate, rank: int, seconds: float
         step, share = make(ranks), problem.share(candidate, ranks)
         tell_headers(step, make, candidate.axes, lambda step: of_dry_run(step, untouched(step, problem.params), share))
         with _alone():
-            state = step.init(problem.params, key=0)
+            state = problem.init(step)
             return time_calls(step, state, share, seconds) + waiting(step, share)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -126,7 +126,8 @@ def _name(problem: Problem) -> str:
     """Return what tells this search from others, as far as a journal must know it."""
     shapes = tree.map(lambda x: [*x.shape, str(x.dtype)] if isinstance(x, Tensor) else repr(x), problem.batch)
     keys = [candidate.key for candidate in problem.space]
-    return fingerprint([__version__, torch.__version__, problem.device, keys, str(shapes), str(problem.loss)[:1000]])
+    words = [__version__, torch.__version__, problem.device, keys, shapes, str(problem.loss), problem.space.compose]
+    return fingerprint(re.sub(" at 0x[0-9a-f]+", "", str(words)))  # addresses differ between processes
 
 
 @attrs.define(eq=False)
@@ -310,4 +311,6 @@ def room_of(device: str, num_ranks: int) -> int:
     if device == "cuda":
         share = math.ceil(num_ranks / torch.cuda.device_count())
         return torch.cuda.get_device_properties(0).total_memory // share
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_ranks
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    return available // num_ranks

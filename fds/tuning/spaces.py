@@ -114,8 +114,15 @@ def _meshes(axes: Any) -> tuple[Mapping[str, int], ...]:
 
 def _choices(choices: Any) -> Mapping[str, tuple[Any, ...]]:
     if not isinstance(choices, Mapping):
-        choices = {"": None}
+        choices = {"choices": None}
     for name, values in choices.items():
+        if not (isinstance(name, str) and name.isidentifier()) or name in ("axes", "mesh"):
+            raise FdsError(
+                "not the name of an argument to choose from",
+                where="Space, choices",
+                got=repr(name)[:80],
+                want="a word, which compose takes beside the mesh",
+            )
         if not isinstance(values, list | tuple) or not values or not all(isinstance(v, _PLAIN) for v in values):
             raise FdsError(
                 "not values to choose from",

@@ -22,11 +22,11 @@ def run_candidate(tell: Tell, problem: Problem, candidate: Candidate, seconds: f
     """Train a few calls on this rank: tell their seconds, then the bytes at the peak of another call."""
     ranks = mesh(**candidate.axes)
     step = problem.step(candidate, ranks)
-    state, batch = step.init(problem.params, key=0), problem.share(candidate, ranks)
+    state, batch = problem.init(step), problem.share(candidate, ranks)
     everyone = ranks[tuple(candidate.axes)]
     tell(time_calls(step, state, batch, seconds, lambda calls: max(everyone.exchange(calls))))
     del state
-    state = step.init(problem.params, key=0)
+    state = problem.init(step)
     if problem.device == "cpu":
         tell(sum(of_second_call(step, state, batch).values()))
     else:

@@ -14,6 +14,7 @@ from fds.tuning.processes import run_ranks
 from tests.tuning.problem import batch, fail, layers, recipe, sleep
 
 KINDS = ["whole", "sharded", "killed", "refused", "less"]
+UNNAMED = lambda: 0  # which no process finds by its name
 MEMORY = 60_000  # above what the sharded one holds, below the whole one
 
 
@@ -140,8 +141,9 @@ def test_the_error_of_the_rank_that_failed_first_is_told():
 
 
 def test_what_does_not_pickle_is_refused():
-    with pytest.raises(FdsError, match="does not pickle"):
-        run_ranks(sleep, (lambda: 0,), num_ranks=1, limit=1.0)
+    for value in (lambda: 0, UNNAMED):
+        with pytest.raises(FdsError, match="does not pickle"):
+            run_ranks(sleep, (value,), num_ranks=1, limit=1.0)
 
 
 def test_factors_stay_near_one_with_few_trials():

@@ -44,6 +44,8 @@ def test_the_standard_space_has_schedules_of_pipelines_alone():
         (lambda: Space(recipe, {"dp": 2}, {"a": "text"}), "choose from"),
         (lambda: Space(recipe, {"dp": 2}, {"a": [recipe]}), "choose from"),
         (lambda: Space(recipe, {"dp": 2}, [1]), "choose from"),
+        (lambda: Space(recipe, {"dp": 2}, {"axes": [1]}), "name of an argument"),
+        (lambda: Space(recipe, {"dp": 2}, {"a b": [1]}), "name of an argument"),
         (lambda: Space(recipe, {"dp": 2}, {"a": [1]}, lambda axes, choices: False), "nothing is in the space"),
         (lambda: Space(recipe, {"dp": 2}, {"a": [1]}, 3), "not a function"),
         (lambda: standard(recipe, 0), "number of ranks"),
