@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from fds.errors import AttentionLayoutError, count, is_int
+from fds.errors import FLAG, AttentionLayoutError, count, is_a, is_int
 
 BIDIRECTIONAL, UNIDIRECTIONAL = "bidirectional", "unidirectional"
 
@@ -16,6 +17,25 @@ def check(function: str, least: int = 1, **numbers: Any) -> None:
     """Raise `AttentionLayoutError` for a number, by its name, that is no integer of at least `least`."""
     for name, number in numbers.items():
         count(least=least, where=name).check(function, name, number, AttentionLayoutError)
+
+
+def check_flags(function: str, **flags: Any) -> None:
+    """Raise `AttentionLayoutError` for what, by its name, is neither True nor False."""
+    for name, flag in flags.items():
+        FLAG.check(function, name, flag, AttentionLayoutError)
+
+
+def as_array(function: str, numbers: Any, want: str) -> NDArray[Any]:
+    """Return numbers, or a tensor on any device, as an array. Raises `AttentionLayoutError` for what is none."""
+    try:
+        array = np.asarray(numbers.detach().cpu() if is_a(numbers, Tensor) else numbers)
+    except (TypeError, ValueError) as error:  # of a dtype that NumPy does not have; lists of several lengths
+        raise AttentionLayoutError(
+            f"{function}: not an array", where=function, got=str(error)[:80], want=want
+        ) from error
+    if array.dtype.kind not in "biuf":
+        raise AttentionLayoutError(f"{function}: not numbers", where=function, got=str(array.dtype), want=want)
+    return array
 
 
 def check_attention(function: str, attention: Any, sees_all: Any = False) -> None:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fds.attention_layouts.arguments import check_flags
 from fds.attention_layouts.layout import AttentionLayout, check_block
 from fds.attention_layouts.pattern import Pattern, of_array
 from fds.errors import AttentionLayoutError, is_a, is_int
@@ -37,7 +38,7 @@ def to_block_mask(
         device: of the indices.
 
     The mask is of one batch entry, and of one head where all heads are alike; FlexAttention broadcasts both. Raises
-    `AttentionLayoutError` for a size that is no multiple of the layout's block.
+    `AttentionLayoutError` for a size that is no multiple of the layout's block, and for what is no layout or device.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -52,6 +53,13 @@ def to_block_mask(
             got=repr(size),
             want=f"a multiple of the layout's block, {layout.block}",
         )
+    check_flags("to_block_mask", causal=causal)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise AttentionLayoutError(
+            "not a device", where="device", got=repr(device)[:80], want='such as "cpu" or "cuda"'
+        ) from error
     heads = (0,) if len(layout.patterns) == 1 else layout.heads
     tables, bitmaps = _coarse([layout.patterns[i] for i in heads], size // layout.block, causal)
     is_full = tables == _ALL
@@ -114,9 +122,14 @@ def from_block_mask(mask: BlockMask, *, block: int = 16, causal: bool = False) -
         block: tokens of a block, a divisor of the mask's. Each block is seen whole, or not at all ...
         causal: ... or, with this, by those queries that do not come before a key: for `sparse_attention(causal=True)`.
 
-    Raises `AttentionLayoutError`, which draws the block, for a mask that blocks cannot say.
+    Raises `AttentionLayoutError`, which draws the block, for a mask that blocks cannot say; and for what is no mask.
     """
+    from torch.nn.attention.flex_attention import BlockMask
+
     check_block("from_block_mask", block)
+    check_flags("from_block_mask", causal=causal)
+    if not is_a(mask, BlockMask):
+        raise AttentionLayoutError("not a mask", where="mask", got=repr(mask)[:80], want="a BlockMask of FlexAttention")
     sizes = mask.BLOCK_SIZE
     if any(size % block for size in sizes):
         raise AttentionLayoutError(

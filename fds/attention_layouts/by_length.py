@@ -23,7 +23,7 @@ _LIVING: weakref.WeakValueDictionary[int, LayoutByLength] = weakref.WeakValueDic
 
 
 def _check_source(instance: Any, attribute: Any, value: Any) -> None:
-    if not is_a(value, AttentionLayout) and (not callable(value) or isinstance(value, type)):
+    if not is_a(value, AttentionLayout) and not _is_rule(value):
         raise AttentionLayoutError(
             "neither a layout nor a rule",
             where="layout",
@@ -31,6 +31,15 @@ def _check_source(instance: Any, attribute: Any, value: Any) -> None:
             want="an AttentionLayout, or a function of heads and blocks such as fds.attention_layouts.bigbird",
             hint="functools.partial(bigbird, num_random_blocks=2); of an array AttentionLayout.from_dense",
         )
+
+
+def _is_rule(value: Any) -> bool:
+    """Return whether a value is called with heads and blocks."""
+    try:
+        inspect.signature(value).bind(1, 1)
+    except (TypeError, ValueError):  # also of what is not called at all
+        return False
+    return not isinstance(value, type)
 
 
 def _check_most(instance: Any, attribute: Any, value: Any) -> None:

@@ -16,6 +16,7 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fds.attention_layouts.arguments import as_array
 from fds.attention_layouts.pattern import Pattern, of_array
 from fds.errors import AttentionLayoutError, is_a, is_int
 
@@ -41,6 +42,8 @@ class AttentionLayout:
         blocks: number of blocks of queries, and of keys.
         key: a number of this object, by which operators in a compiled graph find it (`by_key`).
 
+    Raises `AttentionLayoutError` for no patterns, patterns of other blocks than the first, and heads without one.
+
     >>> from fds.attention_layouts import fixed
     >>> layout = fixed(2, 6, block=32, num_local_blocks=3, attention="unidirectional")
     >>> layout
@@ -62,6 +65,8 @@ class AttentionLayout:
     key: int = attrs.field(init=False, eq=False, factory=lambda: next(_KEYS))
 
     def __attrs_post_init__(self) -> None:
+        check_block("AttentionLayout", self.block)
+        _check_patterns(self.patterns, self.heads)
         object.__setattr__(self, "blocks", self.patterns[0].blocks)
         _LIVING[self.key] = self
 
@@ -79,9 +84,10 @@ class AttentionLayout:
     def from_dense(cls, array: ArrayLike, *, block: int = 16) -> AttentionLayout:
         """Return the layout of an array or tensor (heads, blocks, blocks), such as DeepSpeed's: zero is not listed.
 
-        Raises `AttentionLayoutError` for another shape, and for a block that is not a positive integer.
+        Raises `AttentionLayoutError` for what is no array of numbers, another shape, and a block that is not a positive
+        integer.
         """
-        array = np.asarray(array)
+        array = as_array("from_dense", array, "(heads, blocks, blocks)")
         if array.ndim != 3 or array.shape[1] != array.shape[2] or 0 in array.shape:
             raise AttentionLayoutError(
                 "an array is not a layout", where="from_dense", got=str(array.shape), want="(heads, blocks, blocks)"
@@ -208,6 +214,18 @@ def check_block(function: str, block: Any) -> None:
     """Raise `AttentionLayoutError` unless a block is a positive number of tokens."""
     if not is_int(block, 1):
         raise AttentionLayoutError(f"{function}: block is a number of tokens", got=repr(block), want="an int >= 1")
+
+
+def _check_patterns(patterns: Any, heads: Any) -> None:
+    is_list = is_a(patterns, tuple) and patterns and all(isinstance(pattern, Pattern) for pattern in patterns)
+    if not is_list or len({pattern.blocks for pattern in patterns}) > 1:
+        raise AttentionLayoutError(
+            "a layout has patterns of as many blocks", where="patterns", got=repr(patterns)[:80], want="a tuple of them"
+        )
+    if not is_a(heads, tuple) or not heads or not all(is_int(i, 0) and i < len(patterns) for i in heads):
+        raise AttentionLayoutError(
+            "each head has a pattern", where="heads", got=repr(heads)[:80], want=f"indices below {len(patterns)}"
+        )
 
 
 def _check_alike(layouts: Any, where: str, same_heads: bool = True) -> None:

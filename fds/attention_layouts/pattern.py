@@ -11,13 +11,31 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from fds.errors import AttentionLayoutError
+
 CHUNK = 2**20  # listed blocks that are worked on at once: temporaries stay below 50 MB
 
 
 def _read_only(array: Any, dtype: type) -> NDArray[Any]:
-    array = np.ascontiguousarray(array, dtype=dtype).view()
+    try:
+        array = np.ascontiguousarray(array, dtype=dtype).view()
+    except (TypeError, ValueError) as error:
+        raise AttentionLayoutError("not integers", where="Pattern", got=repr(array)[:80], want="an array") from error
     array.setflags(write=False)
     return array
+
+
+def _is_pattern(starts: NDArray[Any], columns: NDArray[Any]) -> bool:
+    if starts.ndim != 1 or columns.ndim != 1 or len(starts) < 2 or starts[0] != 0 or starts[-1] != len(columns):
+        return False
+    if (starts[1:] < starts[:-1]).any():
+        return False
+    if not len(columns):
+        return True
+    is_next = np.ones(len(columns) + 1, np.bool_)  # whether a column comes after that before it, or begins a row
+    is_next[1:-1] = columns[1:] > columns[:-1]
+    is_next[starts] = True
+    return bool(is_next.all()) and columns.min() >= 0 and columns.max() < len(starts) - 1
 
 
 @attrs.frozen(slots=False, eq=False, repr=False)
@@ -27,10 +45,21 @@ class Pattern:
     Attributes:
         starts: (blocks + 1,) int64.
         columns: (nonzeros,) int32.
+
+    Raises `AttentionLayoutError` for arrays that are no such rows: kernels read what they say.
     """
 
     starts: NDArray[np.int64] = attrs.field(converter=lambda x: _read_only(x, np.int64))
     columns: NDArray[np.int32] = attrs.field(converter=lambda x: _read_only(x, np.int32))
+
+    def __attrs_post_init__(self) -> None:
+        if not _is_pattern(self.starts, self.columns):
+            raise AttentionLayoutError(
+                "not the rows of a pattern",
+                where="Pattern",
+                got=f"starts {self.starts.tolist()!r:.80}, columns {self.columns.tolist()!r:.80}",
+                want="starts from 0 to the number of columns; of each row different columns, ascending, below blocks",
+            )
 
     @property
     def blocks(self) -> int:

@@ -25,8 +25,10 @@ from fds import random
 from fds.attention_layouts.arguments import (
     BIDIRECTIONAL,
     UNIDIRECTIONAL,
+    as_array,
     check,
     check_attention,
+    check_flags,
     check_within,
     integers,
     ranges,
@@ -88,6 +90,8 @@ def fixed(
         num_global_blocks=num_global_blocks,
         num_different_global_patterns=num_different_global_patterns,
     )
+    check_flags("fixed", horizontal_global_attention=horizontal_global_attention)
+    check_flags("fixed", different_layout_per_head=different_layout_per_head)
     check_attention("fixed", attention, horizontal_global_attention)
     n, g = num_local_blocks, num_global_blocks
     if n % g:
@@ -168,6 +172,8 @@ def variable(
     """
     check("variable", heads=heads, blocks=blocks, block=block)
     check("variable", 0, num_random_blocks=num_random_blocks)
+    check_flags("variable", horizontal_global_attention=horizontal_global_attention)
+    check_flags("variable", different_layout_per_head=different_layout_per_head)
     check_attention("variable", attention, horizontal_global_attention)
     check_within("variable", "num_random_blocks", blocks, num_random_blocks)
     sizes = integers("variable", "local_window_blocks", local_window_blocks, 1)
@@ -214,6 +220,7 @@ def bigbird(
     """
     check("bigbird", heads=heads, blocks=blocks, block=block, num_sliding_window_blocks=num_sliding_window_blocks)
     check("bigbird", 0, num_random_blocks=num_random_blocks, num_global_blocks=num_global_blocks)
+    check_flags("bigbird", different_layout_per_head=different_layout_per_head)
     check_attention("bigbird", attention)
     for name, number in (
         ("num_random_blocks", num_random_blocks),
@@ -312,7 +319,7 @@ def documents(numbers: ArrayLike, *, block: int = 16) -> AttentionLayout:
      3 ..##
     """
     check("documents", block=block)
-    array = np.atleast_2d(np.asarray(numbers))
+    array = np.atleast_2d(as_array("documents", numbers, "(S,) or (B, S) integers"))
     if array.ndim != 2 or not array.size or array.dtype.kind not in "iu":
         got = f"{array.shape} {array.dtype}"
         raise AttentionLayoutError("documents are numbers of tokens", where="documents", got=got, want="(S,) or (B, S)")

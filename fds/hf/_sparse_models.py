@@ -133,7 +133,8 @@ def attend(
     elif attention_mask is not None:
         masks = {"key_padding" if attention_mask.dtype == torch.bool else "documents": attention_mask}
     if query.shape[2] != key.shape[2]:
-        return _with_cache(sparsity.layouts, query, key, value, masks, causal, scaling).transpose(1, 2), None
+        out = _with_cache(sparsity.layouts, query, key, value, masks, causal, scaling, dropout)
+        return out.transpose(1, 2), None
     seed = torch.randint(2**62, (), device=query.device) if dropout else None
     out = sparse_attention(
         query, key, value, sparsity.layouts, axis=sparsity.axis, causal=causal, scale=scaling, p=dropout, seed=seed,
@@ -146,6 +147,12 @@ def _as_bias(mask: Tensor) -> Tensor:
     """Return a mask of four dims as a bias: -inf where it has the smallest number of its dtype."""
     if mask.dtype == torch.bool:
         return mask
+    if not mask.is_floating_point():
+        raise KernelError(
+            "a mask of integers is not added to scores", where="attention_mask",
+            got=f"{tuple(mask.shape)} {mask.dtype}", want="bool, True where a key is seen, or floating-point numbers",
+            hint="attention_mask.bool() of a mask of ones and zeros",
+        )  # fmt: skip
     return mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -math.inf)
 
 
@@ -157,6 +164,7 @@ def _with_cache(
     masks: dict[str, Any],
     causal: bool,
     scale: float | None,
+    dropout: float,
 ) -> Tensor:
     """Return attention of the last tokens to all of them, whose keys were cached: over all keys, with a mask.
 
@@ -175,7 +183,9 @@ def _with_cache(
     if (padding := masks.get("key_padding")) is not None:
         seen = seen & padding[:, None, None, -n:]
     grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, dropout_p=dropout, scale=scale, enable_gqa=grouped
+    )
 
 
 def _rows(layout: AttentionLayout, m: int, n: int, causal: bool) -> Tensor:

@@ -114,7 +114,7 @@ def sparse_attention(
         bias: floating, added to the scores, or bool, True where a key is seen; broadcastable to (B, H, S, S). Values
             below -1e30 mask. It gets a gradient where it requires one; that and a copy of it are as large as it is.
         relative_bias: (H, 2 S - 1) or (1, 2 S - 1) floating, with a gradient: element j - i + S - 1 of a head is
-            added to the score of query i and key j.
+            added to the score of query i and key j. Values below -1e30 mask here as well.
         documents: (B, S) int32 or int64: a query sees the keys of the same number alone.
         scale: of the products, finite; 1 / sqrt(D) if None.
         p: probability with which dropout zeroes an attention weight; the others are divided by 1 - p.
@@ -226,7 +226,7 @@ def _check_relative_bias(relative_bias: Tensor, q: Tensor) -> Tensor:
             "relative_bias has another shape", where="relative_bias", got=str(tuple(relative_bias.shape)),
             want=f"(H, 2 S - 1) = {(q.shape[1], width)}, or (1, {width})",
         )
-    return relative_bias
+    return relative_bias.masked_fill(relative_bias < LEAST_BIAS, -math.inf)
 
 
 def _bias_blocks(bias: Tensor, wide: torch.dtype, blocks: int, block: int) -> tuple[Tensor, list[int]]:

@@ -96,13 +96,17 @@ class BlockSelectAttention(nn.Module):
             key_padding: (B, S) bool, False where a token is padding.
             documents: (B, S) int32 or int64, side by side: a token sees those of the same number alone.
 
-        Raises `KernelError` for masks and selections of other shapes or dtypes.
+        Raises `KernelError` for inputs, masks and selections of other shapes or dtypes.
         """
+        arguments.required(x=x)
+        arguments.floating(x=x)
+        arguments.shape((None, None, self.qkv.in_features), x=x)
         counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(counts, 1)
         arguments.attention(q, k, v, key_padding, None, None, 0.0, documents)
         if self.key_weight is not None:
-            k = k + F.silu(_convolved(k, self.key_weight.view(self.num_kv_heads, self.head_dim, -1), documents))
+            near = _convolved(k, self.key_weight.view(self.num_kv_heads, self.head_dim, -1), documents)
+            k = (k + F.silu(near)).to(k.dtype)  # under autocast the weight is wider than k
         if self.theta is not None:
             q, k = turned(q, self.theta), turned(k, self.theta)
         masks = {"key_padding": key_padding, "documents": documents, "causal": self.causal}

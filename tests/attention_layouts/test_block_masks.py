@@ -68,8 +68,13 @@ def test_a_layout_in_flex_attention_computes_what_dense_attention_with_its_mask_
 
 
 NO_LAYOUT: Any = None
+NO_FLAG: Any = 1
 REFUSED = {
     "no layout": lambda: to_block_mask(NO_LAYOUT),
+    "a device of words": lambda: to_block_mask(dense(1, 4), device="nowhere"),
+    "a flag of numbers": lambda: to_block_mask(dense(1, 4), causal=NO_FLAG),
+    "no mask": lambda: from_block_mask(NO_LAYOUT),
+    "another flag of numbers": lambda: from_block_mask(to_block_mask(dense(1, 4)), causal=NO_FLAG),
     "blocks that do not fit": lambda: to_block_mask(dense(1, 4, block=48)),
     "finer blocks that do not fit": lambda: from_block_mask(to_block_mask(dense(1, 4), size=16), block=12),
     "several batch entries": lambda: from_block_mask(

@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 from fds import random
 from fds.attention_layouts import (
     AttentionLayout,
+    Pattern,
     bigbird,
     bslongformer,
     dense,
@@ -140,6 +141,7 @@ def test_a_png_shows_each_pattern(tmp_path):
 
 
 NOTHING: Any = None
+RAGGED: Any = [[[1, 0], [1]]]
 FRACTION: Any = 4.0
 LETTER: Any = "a"
 REFUSED = {
@@ -162,6 +164,24 @@ REFUSED = {
     "a key that is none": lambda: bigbird(1, 8, key=LETTER),
     "fractions of documents": lambda: documents([0.5, 1.0]),
     "a document in two places": lambda: documents([0, 1, 0]),
+    "documents of several lengths": lambda: documents([[0, 1], [0]]),
+    "a flag of words": lambda: bigbird(2, 8, different_layout_per_head=LETTER),
+    "a flag of numbers": lambda: fixed(2, 8, horizontal_global_attention=FRACTION),
+    "another flag of words": lambda: variable(2, 8, different_layout_per_head=LETTER),
+    "an array of words": lambda: AttentionLayout.from_dense([[["a", ""], ["b", "c"]]]),
+    "an array of several lengths": lambda: AttentionLayout.from_dense(RAGGED),
+    "a column beyond the last": lambda: Pattern([0, 1], [5]),
+    "a column twice": lambda: Pattern([0, 2, 2], [1, 1]),
+    "columns that descend": lambda: Pattern([0, 2, 2], [1, 0]),
+    "starts that descend": lambda: Pattern([0, 2, 1, 2], [0, 1]),
+    "columns of no row": lambda: Pattern([0, 1], [0, 0]),
+    "no rows": lambda: Pattern([0], []),
+    "words": lambda: Pattern(LETTER, LETTER),
+    "a layout of no heads": lambda: AttentionLayout.of([], 16),
+    "a layout of no patterns": lambda: AttentionLayout.of([NOTHING], 16),
+    "a head without a pattern": lambda: AttentionLayout(dense(1, 4).patterns, (1,)),
+    "patterns of other blocks": lambda: AttentionLayout((*dense(1, 4).patterns, *dense(1, 5).patterns), (0, 1)),
+    "a layout of blocks of nothing": lambda: AttentionLayout(dense(1, 4).patterns, (0,), 0),
     "an array that is not square": lambda: AttentionLayout.from_dense(np.ones((1, 2, 3))),
     "more blocks than there are": lambda: dense(1, 4).cropped(5),
     "other blocks": lambda: dense(1, 4) | dense(1, 5),

@@ -36,6 +36,7 @@ class LlamaAttention(nn.Module):
     """Attention by the function that is registered."""
 
     is_causal = True
+    dropout = 0.0
 
     def __init__(self):
         super().__init__()
@@ -45,7 +46,7 @@ class LlamaAttention(nn.Module):
         q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
         k, v = self.kv(x).unflatten(-1, (2, HEADS // 2, -1)).permute(2, 0, 3, 1, 4)
         k, v = (k, v) if past is None else (torch.cat([a, b], 2) for a, b in zip(past, (k, v), strict=True))
-        out, _ = REGISTERED["attention", self.kind](self, q, k, v, mask, dropout=0.0, scaling=0.4)
+        out, _ = REGISTERED["attention", self.kind](self, q, k, v, mask, dropout=self.dropout, scaling=0.4)
         return out.flatten(2), (k, v)
 
 
@@ -96,6 +97,20 @@ def test_the_last_tokens_see_what_they_see_without_a_cache():
     torch.testing.assert_close(sparse(states()[:, 9:], keys, past)[0], whole[:, 9:])
     with pytest.raises(KernelError, match="use_cache=False"):
         fds.hf.sparsify(model, RULE)(states()[:, 9:], keys, past)
+
+
+def test_weights_are_dropped_beside_a_cache_too():
+    sparse = fds.hf.sparsify(Model().double(), RULE, max_tokens=32)
+    _, past = sparse(states()[:, :9])
+    again = lambda: sparse(states()[:, 9:], None, past)[0]
+    assert torch.equal(again(), again())
+    sparse.attention.dropout = 0.5
+    assert not torch.allclose(again(), again())
+
+
+def test_a_mask_of_integers_in_four_dims_is_refused():
+    with pytest.raises(KernelError, match="integers"):
+        fds.hf.sparsify(Model().double(), RULE)(states(), torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.int64))
 
 
 def test_a_cache_that_holds_other_keys_is_refused():

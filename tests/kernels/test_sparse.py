@@ -178,6 +178,19 @@ def test_kernels_compute_what_the_reference_does(case, dtype, monkeypatch):
         assert_near(x, y, factor=2)
 
 
+@pytest.mark.parametrize("kind", ["triton", "reference"])
+@pytest.mark.parametrize("name", ["bias", "relative_bias"])
+def test_a_number_below_1e30_masks_in_any_bias(name, kind):
+    args = [x.detach().to(DEVICE) for x in qkv(dtype=torch.float32)]
+    seen = torch.arange(1 - TOKENS, TOKENS) > 9  # by distance; the last queries see nothing
+    token = torch.arange(TOKENS)
+    seen = seen[None] if name == "relative_bias" else seen[token - token[:, None] + TOKENS - 1]
+    biases = [torch.zeros(seen.shape).masked_fill(~seen, x).to(DEVICE) for x in (torch.finfo().min, -math.inf)]
+    with only(kind):
+        outs = [sparse_attention(*args, LARGE, **{name: bias}) for bias in biases]
+    assert torch.equal(*outs) and not outs[0][:, :, -9:].any() and outs[0][:, :, :16].any()
+
+
 @pytest.mark.parametrize("name", ["bias", "relative_bias"])
 def test_kernels_have_no_gradient_of_a_bias_and_leave_it_to_the_reference(name):
     args = qkv(dtype=torch.float32)

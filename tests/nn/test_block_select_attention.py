@@ -62,6 +62,17 @@ def test_a_selection_of_an_earlier_call_can_be_given_back():
     assert not torch.equal(layer(other, selection=selection)[0], layer(other)[0])
 
 
+def test_under_autocast_keys_are_convolved_and_keep_their_dtype():
+    layer, x = made(key_convolution=2, theta=100.0).float(), torch.randn(2, TOKENS, 16)
+    nn.init.normal_(layer.key_weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, selection = layer(x)
+    y.square().sum().backward()
+    want, _ = layer(x, selection=selection)
+    assert y.dtype == torch.bfloat16 and layer.key_weight.grad.abs().amax() > 0
+    torch.testing.assert_close(y.float(), want, rtol=0.05, atol=0.05)
+
+
 PAIRS = 12  # of a key and a value, as tokens side by side; then all keys again, in another order
 
 
@@ -128,6 +139,9 @@ REFUSED = {
     "no bias": lambda: BlockSelectAttention(16, 4, top=1, bias=WRONG),
     "positions of odd heads": lambda: BlockSelectAttention(12, 4, top=1, theta=10.0),
     "half a token": lambda: BlockSelectAttention(16, 4, top=1, key_convolution=WRONG),
+    "no input": lambda: made()(WRONG),
+    "narrow input": lambda: made()(torch.zeros(1, 9, 15).double()),
+    "an input of integers": lambda: made()(torch.zeros(1, 9, 16, dtype=torch.int64)),
     "an unknown dtype": lambda: BlockSelectAttention(16, 4, top=1, dtype=torch.int64),
     "a mask of other tokens": lambda: made()(
         torch.zeros(1, 9, 16).double(), key_padding=torch.ones(1, 8, dtype=torch.bool)

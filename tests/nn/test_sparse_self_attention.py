@@ -239,6 +239,8 @@ REFUSED = {
     "no length": (lambda: SparseSelfAttention(max_seq_length=0), "max_tokens"),
     "no axis": (lambda: SparseSelfAttention(axis="sp"), "axis"),
     "a class": (lambda: LayoutByLength(dict), "layout"),
+    "a rule of heads alone": (lambda: LayoutByLength(lambda heads: fixed(heads, 4)), "layout"),
+    "a rule of other options": (lambda: LayoutByLength(functools.partial(fixed, sizes=4)), "layout"),
     "another block": (lambda: LayoutByLength(lambda h, n: fixed(h, n, block=8)).at(2, 16), "<lambda>(2, 1)"),
     "no layout": (lambda: LayoutByLength(lambda h, n: None).at(2, 16), "<lambda>(2, 1)"),
     "other heads": (lambda: LayoutByLength(fixed(3, 4)).at(2, 16), "layout"),
