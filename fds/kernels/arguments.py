@@ -73,6 +73,13 @@ def ratio(name: str, value: float) -> None:
         raise KernelError(f"{name} is not a probability", where=name, got=repr(value), want="a number in [0, 1)")
 
 
+def flags(**values: object) -> None:
+    """Raise `KernelError` for what is neither True nor False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise KernelError(f"{name} is a flag", where=name, got=repr(value)[:80], want="True or False")
+
+
 def has_rows(**tensors: Tensor | None) -> None:
     """Raise `KernelError` unless all arguments but None have at least one dimension."""
     for name, x in tensors.items():

@@ -48,12 +48,8 @@ class BlockSelection(NamedTuple):  # a tuple, since torch.compile makes no froze
 
     def check(self, q: Tensor) -> None:
         """Raise `KernelError` unless this is a selection for queries (B, H, S, D)."""
-        chosen = self.chosen
-        _check_sizes("BlockSelection", self.block, self.together)
-        if not isinstance(chosen, Tensor) or chosen.dtype not in (torch.int32, torch.int64):
-            got = str(chosen.dtype) if isinstance(chosen, Tensor) else type(chosen).__name__
-            raise KernelError("chosen are numbers of blocks", where="chosen", got=got, want="torch.int32 or int64")
-        rows = (*q.shape[:2], cdiv(q.shape[2], self.together))
+        self._check_itself()
+        chosen, rows = self.chosen, (*q.shape[:2], cdiv(q.shape[2], self.together))
         if self.tokens != q.shape[2] or tuple(chosen.shape[:-1]) != rows or not chosen.shape[-1]:
             raise KernelError(
                 "the selection is of other queries", where="layout", got=f"{tuple(chosen.shape)}, {self.tokens} tokens",
@@ -64,8 +60,23 @@ class BlockSelection(NamedTuple):  # a tuple, since torch.compile makes no froze
                 "the selection is on another device than q", where="chosen", got=str(chosen.device), want=str(q.device)
             )
 
+    def _check_itself(self) -> None:
+        chosen = self.chosen
+        _check_sizes("BlockSelection", self.block, self.together)
+        if not isinstance(chosen, Tensor) or chosen.dtype not in (torch.int32, torch.int64) or chosen.dim() != 4:
+            got = f"{tuple(chosen.shape)} {chosen.dtype}" if isinstance(chosen, Tensor) else type(chosen).__name__
+            want = "(B, H, rows, most) torch.int32 or int64"
+            raise KernelError("chosen are numbers of blocks", where="chosen", got=got, want=want)
+        if not is_int(self.tokens, 0) or cdiv(self.tokens, self.together) != chosen.shape[2]:
+            got, want = f"{self.tokens!r:.40}, {chosen.shape[2]} rows", f"rows of {self.together}, rounded up"
+            raise KernelError("the rows of a selection are of its tokens", where="tokens", got=got, want=want)
+
     def load(self) -> Tensor:
-        """Return which share of a head's choices falls on each block, (H, blocks) float32; own blocks do not count."""
+        """Return which share of a head's choices falls on each block, (H, blocks) float32; own blocks do not count.
+
+        Raises `KernelError` for what is no selection.
+        """
+        self._check_itself()
         chosen, heads, blocks = self.chosen, self.chosen.shape[1], cdiv(self.tokens, self.block)
         place = torch.arange(chosen.shape[2], device=chosen.device) * self.together // self.block
         is_choice = (chosen != place[:, None]) & (chosen >= 0) & (chosen < blocks)
@@ -108,6 +119,7 @@ def select_blocks(
     Raises `KernelError` for any other dtype, shape or device, and for numbers out of range.
     """
     arguments.attention(q, k, k, key_padding, None, None, 0.0, documents)
+    arguments.flags(causal=causal)
     _check_sizes("select_blocks", block, together)
     if not is_int(top, 0):
         raise KernelError("top is a number of blocks", where="top", got=repr(top)[:80], want="an int >= 0")

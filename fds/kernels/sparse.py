@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fds.attention_layouts import AttentionLayout
-from fds.errors import KernelError, is_a
+from fds.errors import KernelError, is_a, is_int
 from fds.kernels import arguments, philox, sparse_backward, sparse_forward, sparse_lists, sparse_rows
 from fds.kernels.arguments import positive
 from fds.kernels.block_selection import BlockSelection
@@ -122,11 +122,14 @@ def sparse_attention(
         offset: index of the mask among those of one seed.
 
     Under autocast q, k and v are cast as by torch's attention. Raises `KernelError` for any other dtype, shape or
-    device, a layout or selection of other heads or tokens, p outside [0, 1), and dropout without a seed or in blocks
-    that 4 does not divide.
+    device, a layout or selection of other heads or tokens, causal that is no flag, p outside [0, 1), an offset below 0,
+    and dropout without a seed or in blocks that 4 does not divide.
     """
     q, k, v = arguments.as_products_cast(q, k, v)
     arguments.attention(q, k, v, key_padding, None, scale, p, documents)
+    arguments.flags(causal=causal)
+    if not is_int(offset, 0):
+        raise KernelError("offset counts masks", where="offset", got=repr(offset)[:80], want="an int >= 0")
     if k.shape[2] != q.shape[2]:
         got = f"{k.shape[2]} keys, {q.shape[2]} queries"
         raise KernelError("sparse attention is self-attention", where="k", got=got, want="as many")
@@ -153,7 +156,7 @@ def sparse_attention(
         if bias is not None and bias.dtype == torch.bool:
             bias = torch.zeros(bias.shape, device=q.device).masked_fill(~bias, -math.inf)
         return _Listed.apply(
-            q, k, v, key_padding, bias, relative_bias, seed, documents, chosen, listed, block, together, bool(causal),
+            q, k, v, key_padding, bias, relative_bias, seed, documents, chosen, listed, block, together, causal,
             factor, float(p), offset,
         )[0]
     tables, bias_sizes, distances = None, [1, 1, 1, 1], None
@@ -164,7 +167,7 @@ def sparse_attention(
         distances = _distance_blocks(relative_bias, wide, blocks, block)
     return _Rows.apply(
         q, k, v, key_padding, tables, distances, seed, documents, chosen, listed, bias_sizes, block, together,
-        bool(causal), factor, float(p), offset,
+        causal, factor, float(p), offset,
     )
 
 

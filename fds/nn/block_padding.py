@@ -86,7 +86,15 @@ def pad_to_block(
                 want="the model's: model.get_input_embeddings()",
             )
         ids = torch.full((b, n), pad_token_id, dtype=torch.int64, device=inputs_embeds.device)
-        inputs_embeds = torch.cat([inputs_embeds, model_embeddings(ids)], 1)
+        added, shape = model_embeddings(ids), (b, n, inputs_embeds.shape[2])
+        if not is_a(added, Tensor) or tuple(added.shape) != shape:
+            raise KernelError(
+                "a function returns no embeddings of ids",
+                where="model_embeddings",
+                got=str(tuple(added.shape)) if is_a(added, Tensor) else type(added).__name__,
+                want=str(shape),
+            )
+        inputs_embeds = torch.cat([inputs_embeds, added.to(inputs_embeds.dtype)], 1)
     padded = lambda x, value: None if x is None else F.pad(x, (0, n), value=value)
     return Padded(
         n, padded(input_ids, pad_token_id), padded(attention_mask, 0), padded(token_type_ids, 0),

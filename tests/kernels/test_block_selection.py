@@ -183,6 +183,7 @@ WRONG: Any = "wrong"
 OPTIONS: dict[str, dict[str, Any]] = {
     "no blocks": {"top": -1},
     "a fraction": {"top": 1.5},
+    "a flag of words": {"causal": WRONG},
     "a block of nothing": {"block": 0},
     "rows that do not divide": {"together": 3},
     "padding of integers": {"key_padding": PADDING.long()},
@@ -198,6 +199,7 @@ SELECTIONS = {
     "nothing": BlockSelection(CHOSEN[..., :0], TOKENS, BLOCK),
     "no rows": BlockSelection(CHOSEN[0], TOKENS, BLOCK),
     "rows that do not divide": BlockSelection(CHOSEN, TOKENS, BLOCK, 3),
+    "words": BlockSelection(CHOSEN, WRONG, BLOCK),
     "another device": BlockSelection(CHOSEN.to("meta"), TOKENS, BLOCK),
 }
 
@@ -221,6 +223,14 @@ def test_bad_selections_are_refused(selection):
     q, k, v = qkv()
     with pytest.raises(FdsError):
         sparse_attention(q, k, v, selection)
+
+
+@pytest.mark.parametrize(
+    "kind", ["fractions", "no tensor", "other rows", "no rows", "rows that do not divide", "words"]
+)
+def test_what_is_no_selection_has_no_load(kind):
+    with pytest.raises(FdsError):
+        SELECTIONS[kind].metrics()
 
 
 @pytest.mark.parametrize(("kind", "together"), [("reference", 16), ("reference", 1), ("triton", 1)])

@@ -316,6 +316,7 @@ def test_nothing_to_attend_to_gives_nothing():
 
 
 WRONG: Any = "wrong"
+FLAG: Any = 1
 REFUSED = {
     "no layout": lambda q, k, v: sparse_attention(q, k, v, WRONG),
     "other heads": lambda q, k, v: sparse_attention(q, k, v, layouts.dense(3, 6, block=8)),
@@ -330,6 +331,10 @@ REFUSED = {
     "dropout without a seed": lambda q, k, v: sparse_attention(q, k, v, LAYOUT, p=0.1),
     "a probability of 1": lambda q, k, v: sparse_attention(q, k, v, LAYOUT, p=1.0, seed=1),
     "dropout in odd blocks": lambda q, k, v: sparse_attention(q, k, v, layouts.dense(4, 15, block=3), p=0.1, seed=1),
+    "a flag of words": lambda q, k, v: sparse_attention(q, k, v, LAYOUT, causal=WRONG),
+    "a flag of numbers": lambda q, k, v: sparse_attention(q, k, v, LAYOUT, causal=FLAG),
+    "an offset of words": lambda q, k, v: sparse_attention(q, k, v, LAYOUT, p=0.1, seed=1, offset=WRONG),
+    "an offset before the first": lambda q, k, v: sparse_attention(q, k, v, LAYOUT, p=0.1, seed=1, offset=-1),
     "a scale of infinity": lambda q, k, v: sparse_attention(q, k, v, LAYOUT, scale=math.inf),
 }
 

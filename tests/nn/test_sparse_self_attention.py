@@ -268,6 +268,13 @@ REFUSED = {
     "ids of a row": (lambda: pad_to_block(4, torch.zeros(3)), "input_ids, inputs_embeds"),
     "positions": (lambda: pad_to_block(4, torch.zeros(2, 3), position_ids=torch.zeros(2, 4)), "position_ids"),
     "no function": (lambda: pad_to_block(4, inputs_embeds=torch.zeros(2, 3, 4)), "model_embeddings"),
+    "another function": (
+        lambda: pad_to_block(4, inputs_embeds=torch.zeros(2, 3, 4), model_embeddings=nn.Embedding(3, 5)),
+        "model_embeddings",
+    ),
+    "no embeddings": (
+        lambda: pad_to_block(4, inputs_embeds=torch.zeros(2, 3, 4), model_embeddings=len), "model_embeddings",
+    ),
     "too much": (lambda: unpad(4, torch.zeros(2, 3)), "pad_len"),
     "no output": (lambda: unpad(1, None), "sequence_output"),
 }  # fmt: skip
