@@ -201,7 +201,7 @@ def bake(step: Step, state: State, module: nn.Module | None = None) -> Baked:
         raise ComposeError(
             "bake takes a step and its state", got=f"{type(step).__name__}, {type(state).__name__}", want="Step, State"
         )
-    call = Call.with_state(state, Dimensions(), training=False)
+    call = Call.with_state(state, Dimensions(), resting=step.resting(state), training=False)
     seen, before = tree.paths(seen_parameters(step, state)), tree.paths(step.params(state))
     shapes = {name: tuple(x.shape) for name, x in before.items()}
     params = {name: x.to(seen[name].dtype) if tree.is_float(seen[name]) else x for name, x in before.items()}

@@ -47,6 +47,16 @@ def test_structures_that_are_left_out_are_not_there(name):
     assert baked.measure(batch(kind, 0)[0], repeats=1).plain_ms > 0
 
 
+def test_between_two_masks_the_first_of_them_counts():
+    schedule = {"density": 0.3, "end": 8, "stride": 4}  # after 6 calls
+    for kind, prune in (
+        (structures.multilayer, fds.prune_rows("0.weight", related="next", **schedule)),
+        (structures.transformer, fds.prune_heads("1.out.weight", num_heads=4, related="1.qkv.weight", **schedule)),
+    ):
+        step, state = trained(kind, [prune])
+        compare(kind, step, state, fds.bake(step, state))
+
+
 def test_masked_weights_are_zeros_and_scores_are_gone():
     prune = [fds.prune_weights("2.weight", method="topk", density=0.25)]
     step, state = trained(structures.multilayer, prune, ("2.weight", "weights"))
