@@ -28,11 +28,13 @@ from fds.compression._shrink import Cut, cut_off
 from fds.compression.activations import ActivationGrid, RoundedInputs
 from fds.compression.grids import Packed, Scheme
 from fds.compression.packed_modules import PARTS, Holding, hold, packed_of, unpacked
-from fds.errors import StateError, StorageError, is_a
+from fds.errors import StorageError, is_a, is_int
+from fds.kernels.fake_quantized import SCHEMES
 from fds.storage.disk.files import check_path, read_errors
 from fds.storage.disk.placing import replace_files
 
 MODEL, CONFIG = "model.safetensors", "config.json"
+PER = ("token", "sample", "all")
 _DTYPES = {str(x): x for x in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
 
 
@@ -126,23 +128,24 @@ def read_baked(folder: str | os.PathLike[str], module: nn.Module) -> nn.Module:
     be read, and for a module of other names, shapes or dtypes, which stays as it is.
     """
     at = check_path(folder, "folder")
-    if not is_a(module, nn.Module):
-        raise StorageError("not a module", where="module", got=repr(module)[:80], want="an nn.Module")
+    if not is_a(module, nn.Module) or any(x.is_meta for x in module.parameters()):
+        raise StorageError(
+            "not a module, or one without values", where="module", got=repr(module)[:80], want="an nn.Module"
+        )
     try:
         with read_errors("read", at):
             config, tensors = json.loads((at / CONFIG).read_text()), load_file(at / MODEL)
-        integers: dict[str, dict[str, Any]] = config["fds"]["integers"]
-    except (ValueError, KeyError, TypeError) as error:
+        said = config["fds"]
+        integers, inputs, cuts = dict[str, Any](said["integers"]), dict[str, Any](said["inputs"]), [*said["cuts"]]
+        packed = {path: _packed(path, described, tensors) for path, described in integers.items()}
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         want = f"{MODEL} and {CONFIG}, as Baked.save writes them"
         raise StorageError("this is no baked model", where=str(at), got=str(error)[:200], want=want) from None
-    inputs: dict[str, dict[str, Any]] = config["fds"].get("inputs", {})
-    cuts: list[dict[str, Any]] = config["fds"].get("cuts", [])
     plain = {name: x for name, x in tensors.items() if not _is_held(name, integers)}
     trial = _without_numbers(module)
     try:
-        packed = {path: _packed(path, described, tensors) for path, described in integers.items()}
         _restructure(trial, cuts, packed, inputs)
-    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError, StateError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         want = "a module of the structure that was baked"
         raise StorageError("this module has another structure", got=str(error)[:200], want=want) from error
     has = {name: x for name, x in trial.state_dict().items() if not _is_held(name, integers)}
@@ -176,12 +179,14 @@ def _restructure(
         if x is None or (tuple(x.shape), x.dtype) != (value.shape, value.dtype):
             got = None if x is None else (tuple(x.shape), x.dtype)
             raise ValueError(f"{path}: {got} for {value.shape}, {value.dtype}")
-        hold(module, path, value)
+        hold(module, path, attrs.evolve(value, **{word: part.to(x.device) for word, part in value.tensors.items()}))
     for part in module.modules():
         RoundedInputs.remove(part)
     for path, described in inputs.items():
-        grid = ActivationGrid(described["bits"], described["symmetric"])
-        RoundedInputs.put(module.get_submodule(path), grid, described["per"], torch.zeros(2))
+        grid, per = ActivationGrid(described["bits"], described["symmetric"]), described["per"]
+        if not (is_int(grid.bits, 2) and grid.bits <= 8 and is_a(grid.symmetric, bool)) or per not in PER:
+            raise ValueError(f"{path}: {described}")
+        RoundedInputs.put(module.get_submodule(path), grid, per, torch.zeros(2))
 
 
 def rounded_inputs(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -236,6 +241,15 @@ def _compressed(path: str, packed: Packed) -> dict[str, Tensor]:
 
 
 def _packed(path: str, described: dict[str, Any], tensors: dict[str, Tensor]) -> Packed:
+    """Return what integers are described. Raises errors of many types where that is no weight."""
+    packed = _described_by(path, described, tensors)
+    if not is_int(packed.bits, 1) or packed.bits > 16 or packed.scheme not in SCHEMES:
+        raise ValueError(f"{path}: {packed.bits} bits of {packed.scheme!r}")
+    packed.numbers()  # which fail where tensors have other sizes
+    return packed
+
+
+def _described_by(path: str, described: dict[str, Any], tensors: dict[str, Tensor]) -> Packed:
     bits, group, shape = described["bits"], described["group"], tuple(described["shape"])
     scheme: Scheme = described["scheme"]
     dtype = _DTYPES[described["dtype"]]

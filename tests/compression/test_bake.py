@@ -1,6 +1,7 @@
 """`bake`: outputs of the plain module are those of an evaluation, bit for bit, and it is as small as it says."""
 
 import copy
+import functools
 import json
 import pickle
 
@@ -243,8 +244,38 @@ def test_what_cannot_be_written_or_read(tmp_path):
     for other in (nn.Linear(2, 2), nn.Sequential(nn.Embedding(3, 3))):
         with pytest.raises(StorageError, match="another structure"):
             read_baked(tmp_path, other)
-    with pytest.raises(StorageError, match="not a module"):
-        read_baked(tmp_path, None)
+    for other in (None, copy.deepcopy(baked.unpacked()).to("meta")):
+        with pytest.raises(StorageError, match="not a module"):
+            read_baked(tmp_path, other)
+
+
+def test_a_file_that_says_something_else_is_no_baked_model(tmp_path):
+    views = [
+        fds.prune_rows("0.weight", related="2.weight", density=0.5),
+        fds.quantize_weights("*.weight", bits=4),
+        fds.quantize_activations(["0", "2"]),
+    ]
+    new = lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    loss = fds.Layers([*new()], lambda out, y: (out - y).square().mean())
+    fds.bake(*trained(views, loss=loss, batch=(torch.ones(4, 6), torch.ones(4, 4)))).save(tmp_path)
+    text, module = (tmp_path / "config.json").read_text(), new()
+    before = copy.deepcopy(module.state_dict())
+    means = {("inputs", "0", "bits"): [5], ("inputs", "0", "symmetric"): [True]}
+    of = {"integers": ("0.weight", ["bits", "group", "shape", "scheme", "dtype"]), "inputs": ("0", ["bits", "per"])}
+    places: list[tuple] = [(key,) for key in ("integers", "inputs", "cuts")]
+    places += [(key, name, word) for key, (name, words) in of.items() for word in words]
+    for place in [*places, ("cuts", 0, "length"), ("inputs", "0", "symmetric"), ("integers", "2.weight")]:
+        for value in ("gone", None, 5, -1, 0, "x", [1], {"a": 1}, 1.5, 10**30, True):
+            if value in means.get(place, []):
+                continue
+            config = json.loads(text)
+            *path, last = ("fds", *place)
+            at = functools.reduce(lambda at, key: at[key], path, config)
+            at.__delitem__(last) if value == "gone" else at.__setitem__(last, value)
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            with pytest.raises(StorageError):
+                read_baked(tmp_path, module)
+    assert all(torch.equal(x, before[name]) for name, x in module.state_dict().items())
 
 
 def test_what_is_read_twice_is_as_what_is_read_once(tmp_path):
