@@ -22,7 +22,7 @@ from fds.compression.scores import SUFFIXES, Of
 from fds.config.function_call import FunctionCall
 from fds.config.keys import Groups
 from fds.config.modules import ROOT, Group, Parts, groups_of, guessed_of, patterns_of, with_related
-from fds.errors import ConfigError, FdsError, StateError
+from fds.errors import ConfigError, FdsError, StateError, is_a
 from fds.transforms.quantize_weights import Factors
 
 _COMPUTING = ("linear", "transposed", "convolution")
@@ -51,7 +51,7 @@ def bits_fall(config: Groups) -> bool:
 def parts_of(config: Groups, model: Any, factors: Factors | None = None) -> Parts | None:
     """Return what groups may name in a module, or in `Layers`; None where nothing asks for it, and without a model.
 
-    Raises `ConfigError` for factors that nothing takes, and for what is no dict of them.
+    Raises `ConfigError` for factors that nothing takes, for what is no dict of them, and for those of no parameter.
     """
     if factors and not (tree.is_dict(factors) and bits_fall(config)):
         raise ConfigError(
@@ -62,7 +62,16 @@ def parts_of(config: Groups, model: Any, factors: Factors | None = None) -> Part
         )
     if model is None or not asks_for_modules(config):
         return None
-    return attrs.evolve(Parts.of(model), factors=factors or {})
+    parts = Parts.of(model)
+    for block in factors or {}:
+        if not (is_a(block, str) and fnmatch.filter(parts.names, block)):
+            raise ConfigError(
+                "a factor is of no parameter",
+                where="factors=",
+                got=repr(block)[:80],
+                want=f"a pattern of names: {tree.named(sorted(parts.names))}",
+            )
+    return attrs.evolve(parts, factors=factors or {})
 
 
 def weight_quantization(config: Groups, model: Parts | None) -> Iterator[FunctionCall]:

@@ -287,6 +287,9 @@ def test_initialize_says_that_there_is_nothing_to_measure_with_and_takes_factors
     with pytest.raises(ConfigError, match="bits fall") as refused:
         fds.initialize(Deep(), deep_loss, config=config | {"compression_training": fixed}, factors=factors)
     assert "factors=" in refused.value.where
+    for nowhere in ({"blocks.0.*": 0.5}, {0: 0.5}):
+        with pytest.raises(ConfigError, match="of no parameter"):
+            fds.initialize(Deep(), deep_loss, config=config, factors=nowhere)
     for layers, where in (({"layer_name": "blocks"}, "layer_name"), ({"layer_num": 0}, "layer_num")):
         wrong = TrainingConfig.of(config | {"eigenvalue": MEASURED | layers})
         with pytest.raises(ConfigError, match="layer") as refused:
