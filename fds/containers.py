@@ -39,15 +39,23 @@ class Shell:
 class ReadOnly(Mapping[Any, Any]):
     """What is in another mapping, to be read: mappings in it are shown the same way, lists and tuples as copies.
 
-    Whoever writes into it is refused by `refuse`, a function that returns the error.
+    Whoever writes into it is refused by `refuse`, a function that returns the error; whoever reads what is not there by
+    `missing`, which is given the key and returns a `KeyError`.
     """
 
-    __slots__ = ("mapping", "refuse")
+    __slots__ = ("mapping", "missing", "refuse")
 
-    def __init__(self, mapping: Mapping[Any, Any], refuse: Callable[[], Exception] = TypeError):
-        self.mapping, self.refuse = mapping, refuse
+    def __init__(
+        self,
+        mapping: Mapping[Any, Any],
+        refuse: Callable[[], Exception] = TypeError,
+        missing: Callable[[Any], KeyError] = KeyError,
+    ):
+        self.mapping, self.refuse, self.missing = mapping, refuse, missing
 
     def __getitem__(self, key: Any) -> Any:
+        if key not in self.mapping:
+            raise self.missing(key)
         return self._shown(self.mapping[key])
 
     def __iter__(self) -> Iterator[Any]:
@@ -71,7 +79,7 @@ class ReadOnly(Mapping[Any, Any]):
 
     def _shown(self, x: Any) -> Any:
         if isinstance(x, Mapping):
-            return ReadOnly(x, self.refuse)
+            return ReadOnly(x, self.refuse, self.missing)
         return type(x)(map(self._shown, x)) if type(x) in (list, tuple) else x
 
     def _written(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -35,7 +35,7 @@ class Entry:
         shape: of it in the state.
         baked_shape: in the baked model; None where nothing of it is left.
         bits: of an integer; None where numbers are kept.
-        zeros: the share of zeros among what is left of a weight that is pruned; None of others.
+        zeros: the share of zeros among what is left of a weight that is pruned; None of others, and of no numbers.
         reason: why a weight is not integers although others are; "" of what is.
         bytes_before: in the state.
         bytes_after: in the baked model.
@@ -59,7 +59,7 @@ class Entry:
             tuple(before.shape),
             None if left is None else tuple(left.shape),
             packed.bits if is_packed else None,
-            float((left == 0).double().mean()) if is_pruned and left is not None else None,
+            float((left == 0).double().mean()) if is_pruned and left is not None and left.numel() else None,
             "" if is_packed else packed,
             before.nbytes,
             packed.num_bytes if is_packed else 0 if left is None else left.nbytes,

@@ -105,9 +105,10 @@ class Call:
     def slots(self) -> Mapping[str, Any]:
         """`state.slots` as they were before the call, read only; in `after` those of the new state, as far as made.
 
-        What writes into one of its dicts raises `ComposeError`; lists in them are copies.
+        What writes into one of its dicts raises `ComposeError`, what reads an entry that a state has not `StateError`;
+        lists in them are copies.
         """
-        return tree.ReadOnly(self.own_slots, contracts.written_slot)
+        return tree.ReadOnly(self.own_slots, contracts.written_slot, contracts.NoEntryError.of)
 
     @property
     def own_slots(self) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from torch import nn
 import fds
 from fds import plans
 from fds.compression import Packed, read_baked
-from fds.errors import ComposeError, LossError, StorageError
+from fds.errors import ComposeError, LossError, StateError, StorageError
 from tests.bits import assert_same_bits
 
 TOKENS = torch.arange(24).view(4, 6) % 11
@@ -217,6 +217,12 @@ def test_what_cannot_be_baked():
         fds.bake(step, state, LAYERS)
     with pytest.raises(LossError, match="one module"):
         fds.bake(step, state, nn.Linear(2, 2))
+    for patterns in (["*"], ["*.up.weight", "1.down.weight"]):
+        another, _ = trained([fds.prune_weights(*patterns, density=0.5)])
+        _, of_down = trained([fds.prune_weights("*.down.weight", density=0.5)] if patterns != ["*"] else [])
+        for read in (fds.bake, lambda step, state: step.evaluate(state, (TOKENS, TOKENS))):
+            with pytest.raises(StateError, match="another composition's"):
+                read(another, of_down)
     raw = fds.compose(fds.sgd(0.1))(lambda p, x: (p["w"] * x).sum())
     with pytest.raises(LossError, match="one module"):
         fds.bake(raw, raw.init({"w": torch.ones(2)}))

@@ -47,6 +47,16 @@ def test_structures_that_are_left_out_are_not_there(name):
     assert baked.measure(batch(kind, 0)[0], repeats=1).plain_ms > 0
 
 
+def test_a_weight_without_numbers_has_no_share_of_zeros():
+    module = nn.Linear(4, 2)
+    module.register_parameter("empty", nn.Parameter(torch.ones(0, 4)))
+    apply, params, _ = fds.functional(module)
+    step = fds.compose(fds.prune_weights("*", density=0.5), fds.sgd(LR))(lambda params, x: apply(params, x).sum())
+    baked = fds.bake(step, step.init(params))
+    assert {entry.name: entry.zeros for entry in baked.entries} == {"weight": 0.5, "bias": None, "empty": None}
+    assert "nan" not in baked.report()
+
+
 def test_between_two_masks_the_first_of_them_counts():
     schedule = {"density": 0.3, "end": 8, "stride": 4}  # after 6 calls
     for kind, prune in (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fds import random, tree
 from fds.collectives import Work
-from fds.errors import ComposeError, is_a
+from fds.errors import ComposeError, StateError, is_a
 from fds.layout import Segment
 from fds.optim.returned import in_words
 from fds.step.checks.forms import has, written
@@ -163,6 +163,23 @@ def undecided() -> ComposeError:
         got="a filler that runs before, or after, the rules of memories",
         want="a rule of Memory(..., on_skip='run'), and a Measure(norm=True, skips=True)",
     )
+
+
+class NoEntryError(StateError, KeyError):
+    """A `KeyError` too, so that `in` and `get` work."""
+
+    __str__ = BaseException.__str__
+
+    @classmethod
+    def of(cls, key: object) -> NoEntryError:
+        """Return the error of a state that lacks a slot, or an entry in one, which a filler reads."""
+        return cls(
+            "the state is another composition's",
+            where="call.slots",
+            got=f"no {key!r}"[:80],
+            want="the slots of this step",
+            hint="make the state with the init of this step, or carry it over: step.init(other_step.params(state))",
+        )
 
 
 def written_slot() -> ComposeError:

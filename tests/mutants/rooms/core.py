@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant(
         "read-only-at-the-top-alone",
         "fds/containers.py",
-        "            return ReadOnly(x, self.refuse)",
+        "            return ReadOnly(x, self.refuse, self.missing)",
         "            return x",
         "a filler may write into what a slot of the call holds inside",
         "tests/unit/step/test_mistakes.py",
