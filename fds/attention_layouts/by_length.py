@@ -142,6 +142,8 @@ class LayoutByLength:
             )
         if isinstance(self.source, AttentionLayout):
             layout = self.source
+        elif self.max_tokens is not None and tokens < self.max_tokens:
+            layout = self.at(heads, self.max_tokens)  # kept: generation asks for another length with each token
         else:
             layout = self._by_rule(self.source, heads, -(-most // self.block) if most is not None else blocks)
         if layout.num_heads not in (1, heads):
@@ -158,9 +160,11 @@ class LayoutByLength:
         refused: AttentionLayoutError | None = None
         while refused is None or blocks < MOST_BLOCKS:
             try:
-                return self._checked(rule(heads, blocks), rule, heads, blocks)
+                layout = rule(heads, blocks)
             except AttentionLayoutError as error:  # such as: a row has fewer blocks than the window
-                refused, blocks = refused or error, 2 * blocks
+                refused, blocks = error, 2 * blocks
+            else:
+                return self._checked(layout, rule, heads, blocks)
         raise refused
 
     def _checked(self, layout: Any, rule: Rule, heads: int, blocks: int) -> AttentionLayout:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fds
-from fds.attention_layouts import LayoutByLength, bigbird, fixed, local_sliding_window
+from fds.attention_layouts import LayoutByLength, bigbird, bslongformer, fixed, local_sliding_window
 from fds.errors import AttentionLayoutError, KernelError
 from fds.nn import BertSparseSelfAttention, SparseSelfAttention, pad_to_block, sparse_attention, unpad
 
@@ -95,6 +95,15 @@ def test_a_module_that_is_saved_whole_has_layouts_of_its_own():
     again = pickle.loads(pickle.dumps(module))
     assert len({x.layouts.key for x in (module, other, again)}) == 3
     torch.testing.assert_close(again(q, k, v), module(q, k, v))
+
+
+def test_a_rule_is_asked_once_for_the_longest_sequences_and_says_why_it_takes_none():
+    asked = []
+    layouts = LayoutByLength(lambda heads, blocks: asked.append(blocks) or fixed(heads, blocks), 1000)
+    assert [layouts.at(2, n).blocks for n in (17, 100, 1000, 999)] == [2, 7, 63, 63] and asked == [63]
+    beyond = functools.partial(bslongformer, global_block_indices=[9999])
+    with pytest.raises(AttentionLayoutError, match="beyond the last"):  # and not of two blocks, that a window has three
+        LayoutByLength(beyond).at(2, 20)
 
 
 def test_two_layouts_of_one_length_stand_side_by_side():
