@@ -13,7 +13,7 @@ DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-cpus test-browser test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-efficiency bench-context bench-analysing bench-dropping bench-sparse bench-compressing gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
+.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-cpus test-browser test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-efficiency bench-context bench-analysing bench-dropping bench-sparse bench-bert bench-compressing gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -138,6 +138,9 @@ bench-sparse: $(READY)  ## time and weigh sparse attention on a CPU beside dense
 bench-tuning: $(READY)  ## predict compositions on two ranks, try all, and see what the tuner would choose
 	@$(BIN)/python benchmarks/tuning.py $(ARGS)
 
+bench-bert: $(PEERS)  ## train a pretrained BERT on long rows, sparse and dense (needs .venv-peers and the weights, see its head)
+	@.venv-peers/bin/python benchmarks/bert.py $(ARGS)
+
 bench-analysing: $(PEERS)  ## time the analysis of a file of tokens beside DeepSpeed's (needs .venv-peers, large)
 	@.venv-peers/bin/python benchmarks/analysing.py $(ARGS)
 
@@ -167,8 +170,9 @@ package: $(READY)  ## build the source distribution and the wheel into dist, and
 	@$(BIN)/python -m build --no-isolation
 	@$(BIN)/python -m tests.package.fresh dist/*.whl $(ARGS)
 
-gallery: $(READY)  ## draw the schedules of docs/pipelines.md again, into docs/images
+gallery: $(READY)  ## draw the schedules of docs/pipelines.md again, into docs/images, and the layouts of docs/long-rows.md
 	@$(BIN)/python docs/draw_schedules.py $(ARGS)
+	@$(BIN)/python docs/draw_layouts.py
 
 architecture: $(READY)  ## draw docs/architecture.svg again, and write the lines of docs/design/walk.md
 	@$(BIN)/python docs/draw_architecture.py

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = re.findall(r"^bench-([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 NEEDS_A_GPU = {"kernels"}
 ELSEWHERE = {"launches"}  # tests/benchmarks/test_launches.py
+OF_PEERS = {"bert"}  # which is a model of transformers
 WITHOUT_PEERS = {  # what of a benchmark needs no package but torch
     "analysing": ["--only", "fds"],
     "sharding": ["--only", "fds 0,DDP", "--stages", "0", "--rates", "loopback"],
@@ -84,7 +85,7 @@ def run(monkeypatch, capsys, pool, request):
     signal.signal(signal.SIGTERM, handler)
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES, "planning", "vocab_losses"} - NEEDS_A_GPU - ELSEWHERE))
+@pytest.mark.parametrize("name", sorted({*NAMES, "planning", "vocab_losses"} - NEEDS_A_GPU - ELSEWHERE - OF_PEERS))
 def test_the_smallest_case_of_a_benchmark_runs(name, run):
     kept = set(report.RESULTS.iterdir())
     assert "contender" in run(name, "--quick", *WITHOUT_PEERS.get(name, []))
@@ -93,7 +94,8 @@ def test_the_smallest_case_of_a_benchmark_runs(name, run):
 
 @pytest.mark.peers
 @pytest.mark.parametrize(
-    ("name", "peer"), [("pipeline", "DeepSpeed"), ("sharding", "DeepSpeed"), ("storage", "dcp.async_save")]
+    ("name", "peer"),
+    [("pipeline", "DeepSpeed"), ("sharding", "DeepSpeed"), ("storage", "dcp.async_save"), ("bert", "sparse")],
 )
 def test_it_runs_beside_the_peers_too(name, peer, run):
     assert peer in run(name, "--quick")

@@ -16,7 +16,7 @@ DOCUMENTS = [
     path.relative_to(ROOT)
     for path in [*sorted(ROOT.glob("[ACR]*.md")), ROOT / "examples" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 ]
-OF_PEERS = Path("docs/fine-tune.md")  # which trains a model of transformers
+OF_PEERS = [Path("docs/fine-tune.md"), Path("docs/long-rows.md")]  # which train models of transformers
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ ]*$", re.MULTILINE | re.DOTALL)
 
 
@@ -59,7 +59,7 @@ def make_targets(text: str) -> set[str]:
 
 # Dynamo reads it of every input, and hides the warning where warnings are no errors
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path != OF_PEERS], ids=str)
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path not in OF_PEERS], ids=str)
 def test_a_document_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng():
@@ -68,13 +68,15 @@ def test_a_document_runs(path, tmp_path, monkeypatch):
 
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of transformers and peft
-def test_the_document_about_transformers_runs(tmp_path, monkeypatch):
-    test_a_document_runs(OF_PEERS, tmp_path, monkeypatch)
+@pytest.mark.parametrize("path", OF_PEERS, ids=str)
+def test_a_document_about_transformers_runs(path, tmp_path, monkeypatch):
+    test_a_document_runs(path, tmp_path, monkeypatch)
 
 
-def test_the_document_about_transformers_is_python_at_least():
-    code = [code for language, code, _ in blocks((ROOT / OF_PEERS).read_text()) if language == "python"]
-    assert len(code) > 5 and all(compile(block, str(OF_PEERS), "exec") for block in code)
+@pytest.mark.parametrize("path", OF_PEERS, ids=str)
+def test_a_document_about_transformers_is_python_at_least(path):
+    code = [code for language, code, _ in blocks((ROOT / path).read_text()) if language == "python"]
+    assert len(code) > 5 and all(compile(block, str(path), "exec") for block in code)
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.name != "CHANGELOG.md"], ids=str)
