@@ -279,8 +279,10 @@ def _precision(config: Groups, axes: Mapping[str, int]) -> FunctionCall | None:
     compute, sent = compute_dtype(config), config.communication
     reduce_name = sent.seq_parallel_communication_data_type if axes.get("sp", 1) > 1 else sent.communication_data_type
     accumulate_name = config.data_types.grad_accum_dtype
-    accumulate = compute if accumulate_name is None else DTYPES[accumulate_name]
-    reduce = compute if reduce_name is None else DTYPES[reduce_name]
+    sums = compression.sums_scores(config)
+    usual = torch.float32 if sums and compute == torch.float16 else compute  # which has no room for gradients of sums
+    accumulate = usual if accumulate_name is None else DTYPES[accumulate_name]
+    reduce = usual if reduce_name is None else DTYPES[reduce_name]
     if compute == accumulate == reduce == torch.float32:
         return None
     return FunctionCall.of(
@@ -288,7 +290,7 @@ def _precision(config: Groups, axes: Mapping[str, int]) -> FunctionCall | None:
         compute,
         reduce=None if reduce == accumulate else reduce,
         accumulate=accumulate,
-        keep_float32=(SUMS,) if compression.sums_scores(config) else default("precision", "keep_float32"),
+        keep_float32=(SUMS,) if sums else default("precision", "keep_float32"),
     )
 
 

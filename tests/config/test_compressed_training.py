@@ -347,6 +347,23 @@ def test_snip_momentum_takes_all_layers_but_the_last_and_those_that_are_excluded
     assert new.params["0.weight_scores"].dtype is torch.float32 and bool(new.params["0.weight_scores"].any())
 
 
+def test_sums_of_faint_gradients_are_kept_in_half_precision():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), torch.randn(4, 32)
+    config = TRAINED | {"compression_training": by_sums(), "zero_optimization": {"stage": 2}, "train_batch_size": 4}
+
+    def sums(**more: Any) -> torch.Tensor:
+        loss = lambda model, x: 1e-4 * model(x).float().square().mean()
+        step, state, *_ = fds.initialize(model, loss, config=config | more)
+        data = step.dimensions.data
+        state, _ = step(state, x if data is None else x.chunk(data.size)[data.index])
+        return step.params(state)["0.weight_scores"]
+
+    want = sums()
+    for got in fds.simulate(lambda: sums(fp16={"enabled": True, "initial_scale_power": 16}), 2):
+        torch.testing.assert_close(got, want, rtol=0.1, atol=float(want.mean()) / 100)
+
+
 def test_an_optimizer_of_ones_own_stands_beside_that_of_sums():
     config = {"train_batch_size": 2, "compression_training": by_sums(schedule_offset_end=9, schedule_offset_stride=3)}
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
