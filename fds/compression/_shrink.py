@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 
-from fds.errors import StateError
+from fds.errors import StateError, is_a, is_int
 
 NUM_HEADS = ("num_heads", "heads", "n_heads", "n_head", "nhead", "num_attention_heads")  # attributes
 WIDTHS = ("all_head_size", "split_size", "inner_dim")  # and with the number of columns of all heads
@@ -37,12 +38,28 @@ class Cut:
     keep: Tensor
     num_heads: tuple[int, int] | None = None
 
+    def __attrs_post_init__(self) -> None:
+        heads: Any = self.num_heads
+        right = is_a(self.name, str) and is_int(self.dim, 0) and is_a(self.keep, Tensor)
+        right = right and self.keep.dim() == 1 and self.keep.dtype is torch.bool
+        if not right or not (heads is None or (is_a(heads, tuple) and len(heads) == 2 and all(map(is_int, heads)))):
+            raise StateError(
+                "not a cut of a parameter",
+                got=f"name={self.name!r}, dim={self.dim!r}, keep={self.keep!r}, num_heads={heads!r}"[:120],
+                want="a name, a dim of 0 or more, a bool for each index along it, and heads before and after, or None",
+            )
+
 
 def merged(cuts: Iterable[Cut]) -> list[Cut]:
     """Return cuts of which each dim of a parameter has one: what all of its cuts keep."""
     places: dict[tuple[str, int], Cut] = {}
     for cut in cuts:
+        if not is_a(cut, Cut):
+            raise StateError("not a cut", got=repr(cut)[:80], want="fds.compression.Cut")
         old = places.get((cut.name, cut.dim), cut)
+        if old.keep.shape != cut.keep.shape:
+            got = f"{len(old.keep)} and {len(cut.keep)}"
+            raise StateError("two cuts of a parameter are of different lengths", where=cut.name, got=got)
         num_heads = cut.num_heads or old.num_heads
         places[cut.name, cut.dim] = attrs.evolve(cut, keep=cut.keep & old.keep, num_heads=num_heads)
     return [*places.values()]
@@ -58,6 +75,9 @@ def shrink(module: nn.Module, cuts: Iterable[Cut]) -> nn.Module:
     Raises `StateError` for a parameter that is not there, is tied, or of a module that computes otherwise with fewer
     features (layer norms, say), for a `keep` of another length, and where no module says how many heads there are.
     """
+    if not is_a(module, nn.Module) or not is_a(cuts, Iterable):
+        got = f"{type(module).__name__}, {type(cuts).__name__}"
+        raise StateError("shrink takes a module and cuts", got=got, want="nn.Module, [fds.compression.Cut(...)]")
     module = copy.deepcopy(module)
     cut_off(module, cuts)
     return module

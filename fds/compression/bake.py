@@ -214,7 +214,7 @@ def bake(step: Step, state: State, module: nn.Module | None = None) -> Baked:
         if (bake_calls := getattr(change, "bake", None)) is not None:
             bake_calls(structure.module, structure.prefix, call)
     uncut = structure.module.eval()
-    removed = merged(cut for cut in removed_by(step, params, call) if cut.name in places)
+    removed = [cut for cut in merged(removed_by(step, params, call)) if cut.name in places]
     _check_zeros(removed, seen)
     cuts = tuple(attrs.evolve(cut, name=places[cut.name][0]) for cut in removed)
     smaller = shrink(uncut, cuts) if cuts else uncut

@@ -256,7 +256,7 @@ class Views:
 
 def _read_by(view: Any, leaf: Leaf, call: Call) -> list[Sequence[str]]:
     """Return a list of what `view.reads` names; an empty one of a view that has no such method."""
-    return [view.reads(leaf, call)] if forms.is_reading(view) else []
+    return [contracts.names_read(view.reads(leaf, call), leaf.name)] if forms.is_reading(view) else []
 
 
 def _backward(edge: Any, sources: Sequence[Tensor], grad: Tensor) -> None:

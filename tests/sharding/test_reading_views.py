@@ -200,13 +200,19 @@ def test_a_view_reads_its_own_parameter_as_no_view_has_changed_it(stage):
 
 
 class Wrong(Product):
+    def __init__(self, names):
+        self.names = names
+
     def reads(self, leaf, call):
-        return ["nothing"]
+        return self.names
 
 
 def test_what_is_not_there_is_refused():
     with pytest.raises(ComposeError, match="a view reads a parameter that is not there"):
-        trained(views=(Wrong(),))
+        trained(views=(Wrong(["nothing"]),))
+    for names in (None, "gain", [3]):
+        with pytest.raises(ComposeError, match="no list of names"):
+            trained(views=(Wrong(names),))
     with pytest.raises(ComposeError, match=r"\(x, leaf, call, read\)"):
         trained(
             views=(

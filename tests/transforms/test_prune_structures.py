@@ -382,6 +382,15 @@ def test_what_stands_in_two_places_does_not_become_smaller():
     twice = nn.Sequential(SHARED, nn.ReLU(), SHARED)
     with pytest.raises(StateError, match="smaller"):
         shrink(twice, [Cut("0.weight", 1, torch.arange(6) > 1)])
+    some = torch.ones(4, dtype=torch.bool)
+    for wrong in ((3, 0, some), ("w", -1, some), ("w", 0, [True]), ("w", 0, some.long()), ("w", 0, some, 3)):
+        with pytest.raises(StateError, match="not a cut of a parameter"):
+            Cut(*wrong)
+    for cuts in (3, [3], [Cut("0.weight", 0, some), Cut("0.weight", 0, some[1:])]):
+        with pytest.raises(StateError):
+            shrink(nn.Sequential(nn.Linear(4, 4)), cuts)
+    with pytest.raises(StateError, match="a module and cuts"):
+        shrink(None, [])
 
 
 def test_ranks_of_a_tensor_axis_have_parts_of_rows():

@@ -64,6 +64,18 @@ def viewed(x: Any, view: Any) -> Tensor:
     return x
 
 
+def names_read(names: Any, name: str) -> Sequence[str]:
+    """Return the names that a view of one parameter reads. Raises `ComposeError` for anything else."""
+    if not tree.is_sequence(names) or not all(is_a(other, str) for other in names):
+        raise ComposeError(
+            "a view reads what is no list of names",
+            where=f"station 'view', reads of {name}",
+            got=repr(names)[:80],
+            want="a list or tuple of names of parameters, which may be empty",
+        )
+    return names
+
+
 def read_by_view(leaves: Mapping[str, Tensor], other: str, name: str) -> Tensor:
     """Return a parameter that the view of another reads. Raises `ComposeError` for one that is not there."""
     if other not in leaves:
