@@ -128,7 +128,7 @@ MUTANTS = (
     Mutant(
         "sums-in-float32",
         "fds/config/composition.py",
-        "accumulate = compute if accumulate_name is None else DTYPES[accumulate_name]",
+        "accumulate = usual if accumulate_name is None else DTYPES[accumulate_name]",
         "accumulate = torch.float32 if accumulate_name is None else DTYPES[accumulate_name]",
         "16-bit gradients are added in float32 where DeepSpeed adds in 16 bit",
         "tests/config/test_composition.py",
