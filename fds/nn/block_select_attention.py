@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fds.errors import LossError, is_int
 from fds.kernels import BlockSelection, arguments, select_blocks, sparse_attention
-from fds.nn.parallel import checking
+from fds.nn.parallel import checking, tokens
 from fds.nn.parallel.layers import check_heads, turned
 
 
@@ -38,8 +38,8 @@ class BlockSelectAttention(nn.Module):
         key_convolution: tokens that the convolution of keys covers, with `key_weight` (groups * d, key_convolution); 0
             for none.
 
-    A tensor axis does not divide it. Raises `LossError` for heads that do not divide the width, groups that do not
-    divide the heads, and numbers out of range.
+    Neither a tensor axis nor a sequence axis divides it. Raises `LossError` for heads that do not divide the width,
+    groups that do not divide the heads, and numbers out of range.
 
     >>> attention = BlockSelectAttention(32, 4, top=2, block=16, key_convolution=3)
     >>> y, selection = attention(torch.zeros(2, 100, 32))
@@ -96,7 +96,8 @@ class BlockSelectAttention(nn.Module):
             key_padding: (B, S) bool, False where a token is padding.
             documents: (B, S) int32 or int64, side by side: a token sees those of the same number alone.
 
-        Raises `KernelError` for inputs, masks and selections of other shapes or dtypes.
+        Raises `KernelError` for inputs, masks and selections of other shapes or dtypes, and `LossError` where this rank
+        has a part of a row's tokens.
         """
         arguments.required(x=x)
         arguments.floating(x=x)
@@ -104,6 +105,7 @@ class BlockSelectAttention(nn.Module):
         counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(counts, 1)
         arguments.attention(q, k, v, key_padding, None, None, 0.0, documents)
+        tokens.check_alone(q, k)
         if self.key_weight is not None:
             near = _convolved(k, self.key_weight.view(self.num_kv_heads, self.head_dim, -1), documents)
             k = (k + F.silu(near)).to(k.dtype)  # under autocast the weight is wider than k

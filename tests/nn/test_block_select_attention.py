@@ -73,6 +73,18 @@ def test_under_autocast_keys_are_convolved_and_keep_their_dtype():
     torch.testing.assert_close(y.float(), want, rtol=0.05, atol=0.05)
 
 
+def test_a_part_of_the_tokens_is_refused():
+    def trained():
+        axis = fds.mesh(sp=2)["sp"]
+        loss = fds.Layers([made()], F.mse_loss)
+        step = fds.compose(fds.context_parallel(axis), fds.sgd(0.1))(loss)
+        x = torch.zeros(1, 8, 16).double()
+        return step(step.init(loss.init), (x, x))
+
+    with pytest.raises(FdsError, match="this rank's tokens alone"):
+        fds.simulate(trained, 2)
+
+
 PAIRS = 12  # of a key and a value, as tokens side by side; then all keys again, in another order
 
 
