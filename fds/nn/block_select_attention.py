@@ -20,6 +20,7 @@ from fds.errors import LossError, is_int
 from fds.kernels import BlockSelection, arguments, select_blocks, sparse_attention
 from fds.nn.parallel import checking, tokens
 from fds.nn.parallel.layers import check_heads, turned
+from fds.nn.parallel.region import heads_around
 
 
 class BlockSelectAttention(nn.Module):
@@ -97,8 +98,14 @@ class BlockSelectAttention(nn.Module):
             documents: (B, S) int32 or int64, side by side: a token sees those of the same number alone.
 
         Raises `KernelError` for inputs, masks and selections of other shapes or dtypes, and `LossError` where this rank
-        has a part of a row's tokens.
+        has a part of a row's tokens, or of the heads.
         """
+        if (region := heads_around()) is not None and region.axis.size > 1:
+            raise LossError(
+                "the rows of qkv are queries, keys and values, and a part of them is not those of some heads",
+                where="BlockSelectAttention, in a module that tensor_parallel divides by heads",
+                got=f"{region.axis.size} ranks", want="a plan that leaves it whole",
+            )  # fmt: skip
         arguments.required(x=x)
         arguments.floating(x=x)
         arguments.shape((None, None, self.qkv.in_features), x=x)

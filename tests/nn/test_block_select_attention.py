@@ -73,15 +73,23 @@ def test_under_autocast_keys_are_convolved_and_keep_their_dtype():
     torch.testing.assert_close(y.float(), want, rtol=0.05, atol=0.05)
 
 
-def test_a_part_of_the_tokens_is_refused():
+PLAN = {"*": fds.nn.heads("num_heads", "num_kv_heads"), "*.qkv": "column", "*.out": "row"}
+PARTS: dict[str, Any] = {
+    "this rank's tokens alone": lambda axis: fds.context_parallel(axis),
+    "not those of some heads": lambda axis: fds.tensor_parallel(axis, PLAN),
+}
+
+
+@pytest.mark.parametrize("words", PARTS)
+def test_a_part_of_the_tokens_or_of_the_heads_is_refused(words):
     def trained():
-        axis = fds.mesh(sp=2)["sp"]
+        axis = fds.mesh(axis=2)["axis"]
         loss = fds.Layers([made()], F.mse_loss)
-        step = fds.compose(fds.context_parallel(axis), fds.sgd(0.1))(loss)
+        step = fds.compose(PARTS[words](axis), fds.sgd(0.5))(loss)
         x = torch.zeros(1, 8, 16).double()
         return step(step.init(loss.init), (x, x))
 
-    with pytest.raises(FdsError, match="this rank's tokens alone"):
+    with pytest.raises(FdsError, match=words):
         fds.simulate(trained, 2)
 
 
