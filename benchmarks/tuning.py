@@ -58,8 +58,8 @@ def adamw() -> fds.Optimizer:
 
 
 def whole_space() -> Space:
-    """Return 36 compositions on two ranks."""
-    return standard(adamw, RANKS, microbatches=(1, 2, 4), pipelines=(1, RANKS), schedules=("one_f_one_b", "zb_h1"))
+    """Return 32 compositions on two ranks."""
+    return standard(adamw, RANKS, microbatches=(1, 4), pipelines=(1, RANKS))
 
 
 def small_space() -> Space:
@@ -95,9 +95,10 @@ def measured(name: str, problem: Problem, space: Space, console: Console) -> lis
     count = len(space.candidates())
     with tempfile.TemporaryDirectory() as folder:
         search: dict[str, Any] = {"space": space, "journal": Path(folder) / "journal.jsonl"}
-        budget = Budget(trials=count, patience=count, measure=0.5)
+        budget = Budget(trials=count, patience=count, measure=0.3)
         say = lambda line: console.print(f"[dim]{line}[/]")
-        fds.tune(loss, loss.init, batch, budget=Budget(trials=1), show=say, **search)  # which weighs and rehearses all
+        one = attrs.evolve(budget, trials=1)
+        fds.tune(loss, loss.init, batch, budget=one, show=say, **search)  # which weighs and rehearses all
         everything = fds.tune(loss, loss.init, batch, budget=budget, order="grid", show=say, **search)
         # grid has no predictions, and the ranking finds all trials in the journal
         known = fds.tune(loss, loss.init, batch, budget=budget, show=None, **search)
