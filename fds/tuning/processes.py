@@ -43,14 +43,14 @@ def run_ranks(work: Callable[..., None], arguments: Sequence[Any], *, num_ranks:
 
     Raises `FdsError` for arguments that do not pickle, and where a process ends before it has imported what it needs.
     """
-    context, port = multiprocessing.get_context("spawn"), _free_port()
+    context, port = multiprocessing.get_context("spawn"), free_port()
     processes, ends, until = [], dict[Connection, int](), time.monotonic() + limit
     answers: list[list[Any]] = [[] for _ in range(num_ranks)]
     begun, failures = set[int](), dict[int, tuple[str, str]]()
     try:
         for rank in range(num_ranks):
             here, there = context.Pipe(duplex=False)
-            environ = _environ(rank, num_ranks, port)
+            environ = environ_of(rank, num_ranks, port)
             process = context.Process(target=_rank, args=(environ, there, work, tuple(arguments)), daemon=True)
             try:
                 process.start()
@@ -101,12 +101,14 @@ def run_ranks(work: Callable[..., None], arguments: Sequence[Any], *, num_ranks:
     return Ended(heard, how, f"rank {rank}: {why}")
 
 
-def _environ(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+def environ_of(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """Return what a launcher would tell one of so many ranks of this machine, which meet at a port of the loopback."""
     world = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "RANK": rank, "LOCAL_RANK": rank}
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | {name: str(n) for name, n in world.items()}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of the loopback on which nobody listens."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]

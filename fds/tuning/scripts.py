@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from fds.config.autotuning import Autotuning, Experiment, ModelSize, Trial as Me
 from fds.config.trial import VARIABLE, Trial
 from fds.errors import ConfigError
 from fds.tuning.journal import Journal
+from fds.tuning.processes import environ_of, free_port
 from fds.tuning.search import room_of
 
 BEST = "ds_config_optimal.json"
@@ -132,7 +132,7 @@ class _Runs:
         )
         command = [sys.executable, *with_options(self.script, section.arg_mappings or {}, experiment.config)]
         path = trial.written(folder / "trial.json")
-        why = run_ranks(command, self.tuning.ranks, {VARIABLE: str(path.absolute())}, folder, self.limit)
+        why = run_command(command, self.tuning.ranks, {VARIABLE: str(path.absolute())}, folder, self.limit)
         answer = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"why": why or "it ended by itself"}
         self.journal[experiment.name] = answer
         return answer
@@ -159,28 +159,20 @@ def with_options(script: Sequence[str], options: Mapping[str, str], config: Mapp
     return command
 
 
-def run_ranks(command: Sequence[str], ranks: int, environ: Mapping[str, str], folder: Path, limit: float) -> str:
+def run_command(command: Sequence[str], ranks: int, environ: Mapping[str, str], folder: Path, limit: float) -> str:
     """Run a command once for each rank, with what it writes in files of the folder; return why it failed, or "".
 
     All are killed, with the processes that they have started, once one has failed or `limit` seconds have passed.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        world = {
-            "WORLD_SIZE": ranks,
-            "LOCAL_WORLD_SIZE": ranks,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": s.getsockname()[1],
-        }
+    port = free_port()
     processes, files = [], [folder / f"rank{rank}.log" for rank in range(ranks)]
     try:
         for rank, file in enumerate(files):
-            of_rank = {name: str(value) for name, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()}
             with file.open("w") as log:
                 processes.append(
                     subprocess.Popen(
                         command,
-                        env={**os.environ, **of_rank, **environ},
+                        env={**os.environ, **environ_of(rank, ranks, port), **environ},
                         stdout=log,
                         stderr=log,
                         start_new_session=True,

@@ -208,7 +208,7 @@ class _Search:
         return {key: row.candidate for key, row in self.rows.items() if row.outcome == "not tried"}
 
     def ask(
-        self, what: str, candidates: Sequence[Candidate], work: Callable[..., None], *given: Any, num_ranks: int
+        self, what: str, candidates: Sequence[Candidate], work: Callable[..., None], *arguments: Any, num_ranks: int
     ) -> None:
         """Have ranks answer for each candidate, in as few starts as can be: after one that ends them they start again.
 
@@ -218,7 +218,7 @@ class _Search:
         while left:
             self.show(f"{what}: {len(left)} candidates")
             limit = _START + len(left) * self.budget.limit
-            ended = run_ranks(work, (self.problem, tuple(left), *given), num_ranks=num_ranks, limit=limit)
+            ended = run_ranks(work, (self.problem, tuple(left), *arguments), num_ranks=num_ranks, limit=limit)
             answered = [*zip(*ended.answers, strict=False)]
             for candidate, answers in zip(left, answered, strict=False):
                 refused = [answer for answer in answers if isinstance(answer, str)]
