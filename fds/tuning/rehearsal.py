@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from fds import tree
+from fds import plans, tree
 from fds.collectives import mesh
 from fds.collectives.links import ALIKE, dry
 from fds.collectives.meshes import Topology, planned
@@ -26,7 +26,7 @@ from fds.profiling.peaks import of_dry_run
 from fds.profiling.planned import of_planned, tell_headers, untouched
 from fds.state import State
 from fds.step import Step
-from fds.tuning.pipelines import waiting
+from fds.transforms.pipeline.station import Pipeline
 from fds.tuning.problem import Problem
 from fds.tuning.spaces import Candidate
 
@@ -125,7 +125,26 @@ def _rehearsed(problem: Problem, candidate: Candidate, rank: int, seconds: float
         tell_headers(step, make, candidate.axes, lambda step: of_dry_run(step, untouched(step, problem.params), share))
         with _alone():
             state = problem.init(step)
-            return time_calls(step, state, share, seconds) + waiting(step, share)
+            return time_calls(step, state, share, seconds) + _waiting(step, share)
+
+
+def _waiting(step: Step, batch: Any) -> float:
+    """Return the seconds in which this rank waits for other stages in a call: 0 where there is no pipeline.
+
+    It is what the plan leaves idle with the measured costs of its layers, messages aside.
+    """
+    run = step.execute
+    if not isinstance(run, Pipeline):
+        return 0.0
+    pairs = [x for x in tree.leaves(batch) if isinstance(x, Tensor)]
+    rows = len(pairs[0]) // run.num_microbatches
+    microbatch = tree.map(lambda x: x[:rows] if isinstance(x, Tensor) else x, batch)
+    costs = plans.measure(run.owned.loss, microbatch).by_stage(run.owned.boundaries)
+    if step.layer:  # recomputation, which runs forward again ahead of backward
+        again = [costs.at("forward", s) + costs.at("backward_input", s) for s in range(run.owned.num_stages)]
+        costs = attrs.evolve(costs, backward_input=again)
+    line = plans.simulate(run.plan.plan, costs)
+    return line.makespan - line.busy[run.owned.index]
 
 
 @contextlib.contextmanager
