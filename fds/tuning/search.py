@@ -106,7 +106,7 @@ def tune(
         device: "cpu" or "cuda", where the ranks of this machine run.
         show: called with a line of progress at a time; None for silence.
 
-    Raises `FdsError` for other values of these, for what does not pickle, and where no candidate runs.
+    Raises `FdsError` for other values of these and for what does not pickle; `report.best` does where no candidate ran.
     """
     if not is_a(space, Space):
         want = "fds.tuning.standard(base, ranks), or fds.tuning.Space(...)"
