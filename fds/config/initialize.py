@@ -25,7 +25,7 @@ from fds.config.reading import Unknown
 from fds.config.sampling import draws_by_tokens, microbatches_of, order_of, rate_of
 from fds.config.sparse_models import sparse_model
 from fds.config.training import TrainingConfig
-from fds.config.trial import OnTrial, trial_of
+from fds.config.trial import OnTrial, trial_asked_by, trial_of
 from fds.data import BatchOrder, DistributedLoader, TokenBatches
 from fds.errors import BatchError, ConfigError, DataError, FdsError, MeshError
 from fds.loss import Layers
@@ -94,7 +94,7 @@ def initialize(
     says where `eigenvalue.enabled` asks for factors, and there are neither these nor `training_data`.
 
     In a script that `fds tune` runs, the configuration of the trial takes the place of `config`, and the step ends the
-    process once it has measured.
+    process once it has measured. So it does with `"autotuning": {"enabled": true}` in `config`, as DeepSpeed's engine.
 
     Raises `ConfigError` if JSON and arguments both say something, `ElasticityError` for a number of ranks that has no
     elastic batch and for a JSON that a scheduler was told otherwise, and all that `compose` and `step.init` raise.
@@ -112,6 +112,7 @@ def initialize(
         return resolved
 
     config = resolve_on_all_ranks(ranks, resolve, key)
+    trial = trial or trial_asked_by(config)
     _warn_of_other_rows(config)
     mesh = make_mesh(**axes_of(config, ranks.size)) if mesh is None else ranks
     schedule = config.schedule() if schedule is None else schedule
@@ -132,7 +133,8 @@ def initialize(
     state = step.init(params, key=key)
     config.dump_state(state, step)
     if trial is not None:
-        step = attrs.evolve(step, run=OnTrial(step.run, trial, step, is_first=worlds.current().rank == 0))
+        timed = OnTrial(step.run, trial, step, config.batch.train_batch_size or 0, worlds.current().rank == 0)
+        step = attrs.evolve(step, run=timed)
     return step, state, loader, schedule
 
 

@@ -1,7 +1,8 @@
-"""A trial of a script, which `fds tune` starts: what it is told in the environment, and what it tells.
+"""A trial of a configuration, which `fds tune` starts or the configuration itself asks for.
 
-`fds.initialize` takes the trial's configuration in the place of the script's own. The step then times calls, writes
-what it has found, and ends the process, as the autotuner of DeepSpeed does.
+Of `fds tune` the environment has a file, and `fds.initialize` takes the configuration in it in the place of the
+script's own. With `"autotuning": {"enabled": true}` in the script's own the process is a trial of that. The step times
+calls, writes what it has found as the engine of DeepSpeed does, and ends the process.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import attrs
 from torch import Tensor
 
 from fds import tree
+from fds.config.training import TrainingConfig
 from fds.errors import ConfigError
 from fds.profiling import profile_memory
 from fds.state import State
@@ -24,6 +26,7 @@ from fds.step.all_stations import Program, Run, Stations
 from fds.step.checks.state_check import StateTensors
 
 VARIABLE = "FDS_TRIAL"  # the path of a file
+_METRIC, _SIZE = "autotuning_metric.json", "autotuning_model_info.json"  # as DeepSpeed calls them
 
 
 @attrs.frozen
@@ -32,7 +35,8 @@ class Trial:
 
     Attributes:
         config: the JSON that it trains by.
-        out: the file into which the first rank writes what was found, as JSON.
+        out: the file into which the first rank writes what was found, as JSON: `latency` in microseconds of a call and
+            `throughput` in rows of all ranks a second; of one that weighs `num_params` and `activation_mem_per_gpu`.
         start: calls before the clock starts.
         end: calls after which it stops.
         weighs: whether the size of the model is asked for, and not the time: at the first call.
@@ -50,10 +54,18 @@ class Trial:
         return path
 
     def tell(self, answer: Mapping[str, Any]) -> None:
-        """Write what was found, whole or not at all."""
+        """Write what was found, whole or not at all. Raises `ConfigError` where that cannot be."""
         half = Path(f"{self.out}.half")
-        half.write_text(json.dumps(answer), encoding="utf-8")
-        half.replace(self.out)
+        try:
+            half.write_text(json.dumps(answer), encoding="utf-8")
+            half.replace(self.out)
+        except OSError as error:
+            raise ConfigError(
+                "what a trial has found cannot be written",
+                where="autotuning.metric_path, autotuning.model_info_path",
+                got=f"{type(error).__name__}: {error}",
+                want="the path of a file",
+            ) from error
 
 
 def trial_of(environ: Mapping[str, str]) -> Trial | None:
@@ -66,6 +78,18 @@ def trial_of(environ: Mapping[str, str]) -> Trial | None:
         raise ConfigError("not a trial", where=VARIABLE, got=path, hint=f"{type(error).__name__}: {error}") from None
 
 
+def trial_asked_by(config: TrainingConfig) -> Trial | None:
+    """Return the trial that a configuration asks for of itself, None where it asks for none."""
+    section = config.autotuning
+    if not section.enabled:
+        return None
+    weighs = section.model_info is not None and section.model_info.profile
+    out = section.model_info_path or _SIZE if weighs else section.metric_path or _METRIC
+    return Trial(
+        config.to_dict(), str(Path(out).absolute()), section.start_profile_step, section.end_profile_step, weighs
+    )
+
+
 @attrs.frozen(eq=False, repr=False)
 class OnTrial:
     """A filler of `run`: calls are timed, and the process ends after the last."""
@@ -73,6 +97,7 @@ class OnTrial:
     run: Run
     trial: Trial
     step: Step  # the same without it
+    rows: int  # of a call, of all ranks
     is_first: bool  # whether this rank tells
     begins: dict[str, float] = tree.new(dict)
 
@@ -95,14 +120,15 @@ class OnTrial:
         new, metrics = self.run(program, state, held, batch)
         if "clock" in self.begins and calls + 1 >= self.trial.end:
             tree.values_of(metrics["loss"])  # which waits for the device
-            self.end({"seconds": (time.perf_counter() - self.begins["clock"]) / (calls + 1 - self.trial.start)})
+            seconds = (time.perf_counter() - self.begins["clock"]) / (calls + 1 - self.trial.start)
+            self.end({"latency": seconds * 1e6, "throughput": self.rows / seconds})
         return new, metrics
 
     def weighed(self, state: State, batch: Any) -> dict[str, int]:
         """Return the parameters of the model, and the bytes of activations of this batch."""
         shapes = self.step.structure_of(state.params)[0].shapes
         memory = profile_memory(self.step, state, batch)
-        return {"num_params": sum(shape.numel() for shape in shapes), "activation_bytes": memory.activations}
+        return {"num_params": sum(shape.numel() for shape in shapes), "activation_mem_per_gpu": memory.activations}
 
     def end(self, answer: Mapping[str, Any]) -> None:
         """Tell what was found, and end the process."""

@@ -106,15 +106,15 @@ class _Runs:
                 "the script does not run", where=f"{self.tuning.section.exps_dir}/model_info", got=answer["why"]
             )
         num_params = (info and info.num_params) or answer["num_params"]
-        return ModelSize(num_params, max(1, answer["activation_bytes"]), info and info.hidden_size)
+        return ModelSize(num_params, max(1, answer["activation_mem_per_gpu"]), info and info.hidden_size)
 
     def measure(self, experiment: Experiment) -> float | None:
         """Return the metric of an experiment, None where it does not run."""
         answer = self.run(experiment)
-        if "seconds" not in answer:
+        if "latency" not in answer:
             self.show(f"{experiment.name}: does not run: {answer['why']}")
             return None
-        seconds, rows = answer["seconds"], experiment.config["train_batch_size"]
+        seconds, rows = answer["latency"] * 1e-6, experiment.config["train_batch_size"]
         self.show(f"{experiment.name}: {seconds * 1e3:,.1f} ms a step, {rows / seconds:,.1f} rows a second")
         return seconds if self.tuning.section.metric == "latency" else rows / seconds
 
@@ -146,17 +146,21 @@ def with_options(script: Sequence[str], options: Mapping[str, str], config: Mapp
     ['train.py', '--rows', '2']
     """
     command = list(script)
-    for key, option in options.items():
-        value: Any = config
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        if value is None:
+    for path, name in options.items():
+        value, option = _at(config, path.strip()), name.strip()
+        if value is None or value == "auto":  # which the script says by itself
             continue
         if option in command[:-1]:
             command[command.index(option) + 1] = str(value)
         else:
             command = [part for part in command if not part.startswith(f"{option}=")] + [option, str(value)]
     return command
+
+
+def _at(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = config.get(name) if isinstance(config, Mapping) else None
+    return config
 
 
 def run_command(command: Sequence[str], ranks: int, environ: Mapping[str, str], folder: Path, limit: float) -> str:

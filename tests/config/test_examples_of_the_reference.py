@@ -286,7 +286,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
     ),
     "logging": ({"steps_per_print": 10, "wall_clock_breakdown": False, "dump_state": False}, []),
     "autotuning": ({"autotuning": {"enabled": False, **TUNING}}, []),
-    "autotuning, on": ({"autotuning": {"enabled": True, **TUNING}}, ["autotuning.enabled"]),
+    "autotuning, on": ({"autotuning": {"enabled": True, **TUNING}}, []),
     "flops profiler": (
         {
             "flops_profiler": {

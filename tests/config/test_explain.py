@@ -29,9 +29,9 @@ ALL: dict[str, Any] = {
         "mics_hierarchical_params_gather": True,
         "elastic_checkpoint": True,
     },
-    "autotuning": {"enabled": True},
+    "hybrid_engine": {"enabled": True},
 }
-SOME: dict[str, Any] = {key: value for key, value in ALL.items() if key != "autotuning"} | {
+SOME: dict[str, Any] = {key: value for key, value in ALL.items() if key != "hybrid_engine"} | {
     "zero_optimization": {"stage": 2, "contiguous_gradients": False}
 }
 TITLES = [
@@ -160,7 +160,7 @@ def test_what_is_not_there_is_told_and_left_out():
     told = sections(explained(ALL))[TITLES[1]]
     assert [line.split(": ")[0] for line in told] == [
         "zero_optimization.mics_hierarchical_params_gather",
-        "autotuning.enabled",
+        "hybrid_engine.enabled",
     ]
     assert TITLES[1] not in sections(explained(SOME))
 

@@ -22,8 +22,7 @@ from fds.errors import ConfigError, NotSupportedError
 SHAPES = {path.stem: path for path in sorted((Path(__file__).parent / "shapes").glob("*.json"))}
 PIPELINES = {"alexnet_pipeline", "pipeline_3d"}  # two stages on two ranks
 REFUSED = {  # shape -> the keys that ask for what is not there
-    "autocast_zero1": ["torch_autocast.lower_precision_safe_modules"],
-    "hf_autotuning": ["autotuning.enabled"],
+    "autocast_zero1": ["torch_autocast.lower_precision_safe_modules"]
 }
 UNKNOWN = {  # shape -> (the first key that 0.19.6 drops in silence, one that is near)
     "llama_factory_zero2": ("comms_config", "comms_logger"),

@@ -1,14 +1,18 @@
 """Scripts that are run again and again: real processes, ended by the step itself."""
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import fds
 from fds.command_line import main
 from fds.config.trial import VARIABLE
 from fds.errors import ConfigError
-from fds.tuning.scripts import tune_script
+from fds.tuning.scripts import tune_script, with_options
 
 SCRIPT = str(Path(__file__).parent / "train.py")
 JSON = {
@@ -34,10 +38,59 @@ def test_a_script_is_run_with_each_experiment_and_the_fastest_is_written_down(he
     best = json.loads((here / "autotuning_results/ds_config_optimal.json").read_text())
     assert best["train_micro_batch_size_per_gpu"] == 4 and best["train_batch_size"] == 16 and "autotuning" not in best
     size = json.loads((here / "autotuning_exps/model_info/found.json").read_text())
-    assert size["num_params"] == 16 * 17 and size["activation_bytes"] > 0
+    assert size["num_params"] == 16 * 17 and size["activation_mem_per_gpu"] > 0
     lines = []
     again = tune_script("ds_config.json", [SCRIPT, "--fails-from", "8"], ranks=2, limit=0.001, show=lines.append)
     assert [trial.value is None for trial in again.trials] == [False, True] and len(lines) == 2  # of the journal
+
+
+def test_options_of_a_script_have_the_values_of_a_configuration():
+    """Also under keys with blanks around them, which the examples of DeepSpeed have."""
+    config = {"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}, "lr": "auto"}
+    options = {
+        "gradient_accumulation_steps ": "--steps",
+        "zero_optimization.stage": "--stage",
+        "lr": "--lr",
+        "x": "--x",
+    }
+    assert with_options(["t.py", "--steps=1"], options, config) == ["t.py", "--steps", "4", "--stage", "2"]
+
+
+def test_a_configuration_that_asks_for_it_is_measured_by_a_run_of_its_own(here):
+    """As DeepSpeed's engine does where its launcher did not start it."""
+    config = {
+        "train_batch_size": 8,
+        "optimizer": JSON["optimizer"],
+        "autotuning": {"enabled": True, "start_profile_step": 2, "end_profile_step": 4, "metric_path": "cost.json"},
+    }
+
+    def run(said):
+        model, rows = nn.Linear(16, 16), torch.randn(64, 16)
+        step, state, loader, _ = fds.initialize(
+            model, lambda m, x: m(x).square().mean(), config=said, training_data=rows
+        )
+        calls = []
+
+        def train(state):
+            for batch in itertools.cycle(loader):
+                state, _ = step(state, batch)
+                calls.append(batch)
+
+        with pytest.raises(SystemExit) as ended:
+            train(state)
+        assert ended.value.code == 0
+        return len(calls)
+
+    assert run(config) == 3  # the fourth ends it
+    cost = json.loads((here / "cost.json").read_text())
+    assert cost["latency"] > 0 and cost["throughput"] == pytest.approx(8 / (cost["latency"] * 1e-6))
+    weighing = {**config, "autotuning": {"enabled": True, "model_info": {"profile": True}}}
+    assert run(weighing) == 0
+    size = json.loads((here / "autotuning_model_info.json").read_text())
+    assert size["num_params"] == 16 * 17 and size["activation_mem_per_gpu"] > 0
+    (here / "taken").mkdir()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run({**config, "autotuning": {**config["autotuning"], "metric_path": "taken"}})
 
 
 def test_a_script_that_does_not_run_is_said_to_be(here):
@@ -49,8 +102,6 @@ def test_a_script_that_does_not_run_is_said_to_be(here):
 
 
 def test_a_trial_that_is_none_is_refused(here, monkeypatch):
-    import fds
-
     (here / "trial.json").write_text("{}")
     monkeypatch.setenv(VARIABLE, str(here / "trial.json"))
     with pytest.raises(ConfigError, match="not a trial"):

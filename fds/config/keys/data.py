@@ -170,7 +170,8 @@ ModelInfoConfig [part of autotuning.enabled]: `autotuning.model_info`: propertie
     num_layers: int|None = None; layers; > 0 | layers of the model
 
 AutotuningConfig: `autotuning`: the experiments, and which settings they try.
-    enabled: bool = False | run experiments, to find the fastest settings | not yet: autotuning
+    enabled: bool = False | run experiments, to find the fastest settings | `fds tune`: a run by itself is
+        one experiment
     fast: bool = True | try ZeRO stages and microbatch sizes only, no buckets
     results_dir: str = "autotuning_results" | directory for what the experiments measured
     exps_dir: str = "autotuning_exps" | directory for the settings of each experiment

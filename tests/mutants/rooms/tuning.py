@@ -7,6 +7,14 @@ TESTS = "tests/tuning/test_search.py"
 
 MUTANTS = (
     Mutant(
+        "tuning-options-of-auto",
+        "fds/tuning/scripts.py",
+        'if value is None or value == "auto":',
+        "if value is None:",
+        "a script is given the word auto in the place of a number",
+        "tests/tuning/test_scripts.py",
+    ),
+    Mutant(
         "tuning-tries-what-does-not-fit",
         SEARCH,
         "fits = footprint.num_bytes <= room",
