@@ -88,7 +88,8 @@ def _of_rank(problem: Problem, candidate: Candidate, rank: int) -> Footprint:
     try:
         num_bytes, unknown = of_planned(make, candidate.axes, rank, problem.params, share), ""
     except Exception as error:  # what the step itself refuses a trial will say
-        num_bytes = sum(description.num_bytes.values()) + sum(description.memory.values())
+        away = sum(size for place, size in description.places.items() if place != "device")
+        num_bytes = sum(description.num_bytes.values()) - away
         unknown = f"{type(error).__name__}: {error}".split("\n")[0]
     return Footprint(num_bytes + _received(candidate, messages), not unknown, messages, unknown)
 

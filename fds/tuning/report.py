@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -75,10 +76,19 @@ class Report:
         table = [_HEAD, *map(self._cells, self.rows)]
         widths = [max(len(line[i]) for line in table) for i in range(len(_HEAD))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(line.rstrip() for line in [*lines, *self._notes()])
+
+    def _notes(self) -> list[str]:
+        """Return what is not in the bytes that were predicted."""
+        reasons = Counter(row.footprint.unknown for row in self.rows if row.footprint and not row.footprint.is_whole)
+        return [f"{n} predicted without activations, by formulas: {reason}" for reason, n in reasons.items()]
 
     def _repr_html_(self) -> str:
-        return _html.box("Candidates", _html.table(map(self._cells, self.rows), head=_HEAD, right=range(2, 7)))
+        return _html.box(
+            "Candidates",
+            _html.table(map(self._cells, self.rows), head=_HEAD, right=range(2, 7)),
+            *map(_html.code, self._notes()),
+        )
 
     def _cells(self, row: Row) -> tuple[str, ...]:
         predicted = None if row.prediction is None else row.prediction.seconds(self.factors)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,14 +15,26 @@ import attrs
 from fds import plans
 from fds.collectives import Mesh
 from fds.errors import FdsError, is_int
-from fds.step import compose
+from fds.media import Disk, disk
+from fds.step import Transport, compose
 from fds.step.composition import Composition
 from fds.transforms.accumulate import accumulate
 from fds.transforms.checkpoint_activations import checkpoint_activations
+from fds.transforms.offload import offload
 from fds.transforms.pipeline import pipeline
 from fds.transforms.shard_optimizer import shard_optimizer
+from fds.transforms.tensor_parallel import tensor_parallel
+from fds.transports import onebit, quantized
 
 SCHEDULES = {f.__name__: f for f in (plans.gpipe, plans.one_f_one_b, plans.zb_h1, plans.zb_h2)}
+MEDIA = ("device", "host", "disk")
+TRANSPORTS: Mapping[str, Callable[[], Transport | None]] = {
+    "lossless": lambda: None,
+    "quantized(8)": lambda: quantized(8),
+    "quantized(4)": lambda: quantized(4),
+    "onebit()": onebit,
+}
+_PLACES = ("optimizer", "parameters", "activations")  # choices of media
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -123,12 +137,13 @@ def _choices(choices: Any) -> Mapping[str, tuple[Any, ...]]:
                 got=repr(name)[:80],
                 want="a word, which compose takes beside the mesh",
             )
-        if not isinstance(values, list | tuple) or not values or not all(isinstance(v, _PLAIN) for v in values):
+        plain = isinstance(values, list | tuple) and all(isinstance(value, _PLAIN) for value in values)
+        if not (plain and values and len({*map(repr, values)}) == len(values)):
             raise FdsError(
                 "not values to choose from",
                 where=f"Space, choices[{name!r}]",
                 got=repr(values)[:80],
-                want="a list of texts, numbers, flags or None",
+                want="a list of different texts, numbers, flags or None",
                 hint="a transform is made of them by the function: schedule=['gpipe', 'one_f_one_b']",
             )
     return {name: tuple(values) for name, values in choices.items()}
@@ -139,17 +154,49 @@ class Standard:
     """The recipe of `standard`: what shares, splits and recomputes a step, around a composition of the user's."""
 
     base: Callable[[], Any]
+    directory: str | None = None
 
     def __call__(
-        self, mesh: Mesh, *, stage: int, microbatches: int, recompute: bool, schedule: str = "one_f_one_b"
+        self,
+        mesh: Mesh,
+        *,
+        stage: int,
+        microbatches: int,
+        recompute: bool,
+        schedule: str = "one_f_one_b",
+        partition: str = "parameters",
+        optimizer: str = "device",
+        parameters: str = "device",
+        activations: str = "device",
+        gradients: str = "lossless",
+        weights: str = "lossless",
+        bucket: int | None = None,
     ) -> Composition:
-        """Return the composition on a mesh of the axes `dp` and, for a pipeline, `pp`."""
-        parts: list[Any] = [checkpoint_activations()] if recompute else []
+        """Return the composition on a mesh of the axes `dp` and, where layers are shared, `pp` and `tp`."""
+        parts: list[Any] = []
+        if recompute:
+            parts.append(checkpoint_activations(**_unless("device", store=self._medium(activations))))
         if "pp" in mesh.shape:
-            parts.append(pipeline(SCHEDULES[schedule], mesh["pp"], num_microbatches=microbatches))
+            cut = _unless("parameters", partition=partition)
+            parts.append(pipeline(SCHEDULES[schedule], mesh["pp"], num_microbatches=microbatches, **cut))
         elif microbatches > 1:
             parts.append(accumulate(microbatches))
-        return compose(*parts, shard_optimizer(mesh["dp"], stage=stage), self.base())
+        if "tp" in mesh.shape:
+            parts.append(tensor_parallel(mesh["tp"]))
+        ways = _unless(None, bucket_bytes=bucket, weights=TRANSPORTS[weights](), gradients=TRANSPORTS[gradients]())
+        parts.append(shard_optimizer(mesh["dp"], stage=stage, **ways))
+        moments = self._medium(optimizer)
+        if places := _unless("device", moments=moments, gradients=moments, masters=self._medium(parameters)):
+            parts.append(offload(**places))
+        return compose(*parts, self.base())
+
+    def _medium(self, name: str) -> str | Disk:
+        return disk(self.directory) if name == "disk" and self.directory is not None else name
+
+
+def _unless(usual: Any, **arguments: Any) -> dict[str, Any]:
+    """Return the arguments that differ from what they usually are."""
+    return {name: value for name, value in arguments.items() if value != usual}
 
 
 def standard(
@@ -161,8 +208,17 @@ def standard(
     recompute: Sequence[bool] = (False, True),
     pipelines: Sequence[int] = (1,),
     schedules: Sequence[str] = ("one_f_one_b",),
+    partitions: Sequence[str] = ("parameters",),
+    tensor: Sequence[int] = (1,),
+    buckets: Sequence[int | None] = (None,),
+    optimizer: Sequence[str] = ("device",),
+    parameters: Sequence[str] = ("device",),
+    activations: Sequence[str] = ("device",),
+    directory: str | os.PathLike[str] | None = None,
+    gradients: Sequence[str] = ("lossless",),
+    weights: Sequence[str] = ("lossless",),
 ) -> Space:
-    """Return the space of stages, microbatches, recomputation and pipelines around a composition.
+    """Return the space of stages, microbatches, recomputation and whatever else is asked for, around a composition.
 
     Args:
         base: called without arguments, returns the rest of the composition, with its optimizer:
@@ -173,8 +229,22 @@ def standard(
         recompute: whether layers keep nothing but their inputs from forward to backward.
         pipelines: numbers of stages of pipelines; the other ranks share the rows.
         schedules: of pipelines: "gpipe", "one_f_one_b", "zb_h1", "zb_h2".
+        partitions: which stage has which layers, as `fds.pipeline` takes it: "parameters", "uniform", "type:REGEX".
+        tensor: numbers of ranks that divide each layer (`fds.tensor_parallel`, by its plan "auto"); a loss whose
+            modules it does not know is refused in the report.
+        buckets: bytes of a message of sharded state; None as `fds.shard_optimizer` chooses.
+        optimizer: where moments and sums of gradients live: "device", "host", "disk".
+        parameters: where master parameters live.
+        activations: where the inputs of recomputed layers wait for backward.
+        directory: of what lives on a disk.
+        gradients: how they travel: "lossless", "quantized(8)", "quantized(4)", "onebit()". Only the first leaves the
+            numbers of a training as they are, so that others are tried where they are named.
+        weights: how gathered parameters travel, from stage 1 on: "lossless", "quantized(8)", "quantized(4)".
 
-    Raises `FdsError` for numbers of stages of a pipeline that do not divide the ranks, and unknown schedules.
+    A choice without effect has its first value alone: of schedules where there is no pipeline, of ways to travel where
+    one rank has all rows.
+
+    Raises `FdsError` for sizes that do not divide the ranks, names that are not of these, and a disk without directory.
     """
     if not is_int(ranks, 1):
         raise FdsError("not a number of ranks", where="standard, ranks", got=repr(ranks), want="an int >= 1")
@@ -185,26 +255,72 @@ def standard(
             got=repr(base)[:80],
             want="functools.partial(fds.adamw, 3e-4)",
         )
-    for size in pipelines:
-        if not is_int(size, 1) or ranks % size:
-            raise FdsError(
-                "not a number of stages", where="standard, pipelines", got=repr(size), want=f"a divisor of {ranks}"
-            )
-    for name in schedules:
-        if name not in SCHEDULES:
-            raise FdsError("no such schedule", where="standard, schedules", got=repr(name), want=", ".join(SCHEDULES))
-    axes = [{"dp": ranks} if size == 1 else {"pp": size, "dp": ranks // size} for size in pipelines]
-    choices: dict[str, Any] = {"stage": [*stages], "microbatches": [*microbatches], "recompute": [*recompute]}
-    if any(size > 1 for size in pipelines):
-        choices["schedule"] = [*schedules]
-    return Space(Standard(base), axes, choices, _Differs(schedules[0]))
+    if not isinstance(directory, str | os.PathLike | None):
+        raise FdsError("not a directory", where="standard, directory", got=repr(directory)[:80], want="a path, or None")
+    choices: dict[str, Any] = {
+        "stage": _values("stages", stages, lambda x: is_int(x) and 0 <= x <= 3, "0 to 3"),
+        "microbatches": _values("microbatches", microbatches, lambda x: is_int(x, 1), "an int >= 1"),
+        "recompute": _values("recompute", recompute, lambda x: isinstance(x, bool), "True or False"),
+    }
+    others = {
+        "schedule": _names("schedules", schedules, SCHEDULES),
+        "partition": _values("partitions", partitions, lambda x: isinstance(x, str), '"parameters", "uniform"'),
+        "optimizer": _names("optimizer", optimizer, MEDIA),
+        "parameters": _names("parameters", parameters, MEDIA),
+        "activations": _names("activations", activations, MEDIA),
+        "gradients": _names("gradients", gradients, TRANSPORTS),
+        "weights": _names("weights", weights, [name for name in TRANSPORTS if name != "onebit()"]),
+        "bucket": _values("buckets", buckets, lambda x: x is None or is_int(x, 1), "bytes, or None"),
+    }
+    usual = inspect.signature(Standard.__call__).parameters
+    choices |= {name: values for name, values in others.items() if values != [usual[name].default]}
+    if directory is None and any("disk" in choices.get(name, ()) for name in _PLACES):
+        raise FdsError("a disk needs a directory", where="standard, directory", got="None", want='directory="/nvme"')
+    axes = []
+    for stage_ranks in _values(
+        "pipelines", pipelines, lambda x: is_int(x, 1) and not ranks % x, f"a divisor of {ranks}"
+    ):
+        for size in _values("tensor", tensor, lambda x: is_int(x, 1), "an int >= 1"):
+            if ranks % (stage_ranks * size):
+                continue
+            sizes = {"pp": stage_ranks, "dp": ranks // (stage_ranks * size), "tp": size}
+            axes.append({name: n for name, n in sizes.items() if n > 1 or name == "dp"})
+    if not axes:
+        raise FdsError(
+            "no sizes divide the ranks", where="standard, pipelines, tensor", got=f"{ranks} ranks", want="smaller ones"
+        )
+    recipe = Standard(base, None if directory is None else os.fspath(directory))
+    return Space(recipe, axes, choices, _Differs({name: values[0] for name, values in choices.items()}))
+
+
+def _values(name: str, values: Any, holds: Callable[[Any], bool], want: str) -> list[Any]:
+    """Return values to choose from. Raises `FdsError` for those of which something does not hold."""
+    if not isinstance(values, list | tuple) or not values:
+        raise FdsError("not values to try", where=f"standard, {name}", got=repr(values)[:80], want=f"a list: {want}")
+    for value in values:
+        if not holds(value):
+            raise FdsError("not a value to try", where=f"standard, {name}", got=repr(value)[:80], want=want)
+    return [*values]
+
+
+def _names(name: str, values: Any, names: Iterable[str]) -> list[str]:
+    return _values(name, values, lambda x: isinstance(x, str) and x in names, ", ".join(names))
 
 
 @attrs.frozen
 class _Differs:
-    """Leave out other schedules where there is no pipeline."""
+    """Leave out all but the first value of choices that have no effect."""
 
-    first: str
+    firsts: Mapping[str, Any]
 
     def __call__(self, axes: Mapping[str, int], choices: Mapping[str, Any]) -> bool:
-        return "pp" in axes or choices.get("schedule", self.first) == self.first
+        shares = axes["dp"] > 1
+        effects = {
+            "schedule": "pp" in axes,
+            "partition": "pp" in axes,
+            "activations": choices["recompute"],
+            "gradients": shares,
+            "weights": shares and choices["stage"] > 0,
+            "bucket": shares,
+        }
+        return all(effects.get(name, True) or value == self.firsts[name] for name, value in choices.items())

@@ -2,12 +2,18 @@
 
 import functools
 
+import attrs
 import pytest
 
 import fds
+from fds.collectives.meshes import planned
 from fds.errors import FdsError
-from fds.tuning import Space, standard
-from tests.tuning.problem import recipe
+from fds.tuning import Report, Row, Space, standard
+from fds.tuning.problem import Problem
+from fds.tuning.rehearsal import Footprint, weigh
+from tests.tuning.problem import batch, layers, recipe
+
+BASE = functools.partial(fds.adamw, 1e-3)
 
 
 def test_a_space_is_the_product_of_its_choices_in_the_order_of_a_grid():
@@ -33,6 +39,60 @@ def test_the_standard_space_has_schedules_of_pipelines_alone():
     ]
 
 
+def test_the_standard_space_has_media_transports_and_buckets_where_they_are_asked_for(tmp_path):
+    media = {"optimizer": ("device", "disk"), "parameters": ("host",), "activations": ("device", "host")}
+    ways = {"gradients": ("lossless", "onebit()"), "weights": ("lossless", "quantized(8)"), "buckets": (None, 4096)}
+    space = standard(BASE, 4, stages=(0, 1), microbatches=(2,), **media, **ways, tensor=(1, 2, 4), directory=tmp_path)
+    texts = {str(c): composed(space, c) for c in space}
+    shard = "shard_optimizer(mesh['dp'], stage=1, bucket_bytes=4096, weights=quantized(8), gradients=onebit())"
+    where = f"fds.disk({str(tmp_path)!r})"
+    assert texts[
+        "dp=2, tp=2, stage=1, microbatches=2, recompute=True, optimizer=disk, parameters=host, activations=host, "
+        "gradients=onebit(), weights=quantized(8), bucket=4096"
+    ] == (
+        f"compose(checkpoint_activations(store='host'), accumulate(2), tensor_parallel(mesh['tp']), {shard}, "
+        f"offload(moments={where}, gradients={where}, masters='host'), adamw(lr=0.001))"
+    )
+    alone = [text for text in texts if text.startswith("dp=1")]
+    assert alone and not any(word in text for text in alone for word in ("onebit", "quantized", "4096"))
+    assert not any("stage=0" in text and "weights=quantized" in text for text in texts)
+    assert not any("recompute=False" in text and "activations=host" in text for text in texts)
+    assert len({(*c.axes.items(), texts[str(c)]) for c in space}) == len(texts)
+
+
+def test_partitions_of_pipelines_are_a_choice():
+    space = standard(BASE, 2, stages=(1,), microbatches=(2,), pipelines=(1, 2), partitions=("uniform", "parameters"))
+    first, *others = [c for c in space if not c.choices["recompute"]]
+    assert str(first) == "dp=2, stage=1, microbatches=2, recompute=False, partition=uniform"
+    assert [c.choices["partition"] for c in others] == ["uniform", "parameters"]
+    assert "num_microbatches=2, partition='uniform')" in composed(space, others[0])
+
+
+def test_what_lives_on_a_disk_is_not_in_the_bytes_of_a_rank(tmp_path):
+    loss = layers()
+    space = standard(
+        BASE, 2, stages=(1,), microbatches=(1,), recompute=(False,), optimizer=("device", "disk"), directory=tmp_path
+    )
+    footprints = []
+    weigh(footprints.append, Problem(space, loss, loss.init, batch()), space.candidates())
+    on_device, on_disk = footprints
+    assert on_disk["is_whole"] and on_disk["num_bytes"] < on_device["num_bytes"]
+    (tmp_path / "file").write_text("")
+    space = attrs.evolve(space, compose=attrs.evolve(space.compose, directory=str(tmp_path / "file")))
+    weigh(footprints.append, Problem(space, loss, loss.init, batch()), space.candidates()[1:])
+    assert not footprints[2]["is_whole"] and footprints[2]["num_bytes"] < on_device["num_bytes"]
+    shown = {**footprints[2], "messages": ()}
+    row = Row(space.candidates()[1], "not tried", footprint=Footprint(**shown))
+    report = Report([row], (1.0, 1.0), 8, 1.0)
+    assert str(report).endswith(f"1 predicted without activations, by formulas: {footprints[2]['unknown']}")
+    assert "by formulas" in report._repr_html_()
+
+
+def composed(space, candidate):
+    with planned(candidate.axes, 0) as mesh:
+        return repr(space.compose(mesh, **candidate.choices))
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
@@ -49,8 +109,21 @@ def test_the_standard_space_has_schedules_of_pipelines_alone():
         (lambda: Space(recipe, {"dp": 2}, {"a": [1]}, lambda axes, choices: False), "nothing is in the space"),
         (lambda: Space(recipe, {"dp": 2}, {"a": [1]}, 3), "not a function"),
         (lambda: standard(recipe, 0), "number of ranks"),
-        (lambda: standard(recipe, 4, pipelines=(3,)), "number of stages"),
-        (lambda: standard(recipe, 4, schedules=("fifo",)), "no such schedule"),
+        (lambda: standard(recipe, 4, pipelines=(3,)), "pipelines\n  got:   3\n  want:  a divisor of 4"),
+        (lambda: standard(recipe, 4, schedules=("fifo",)), "schedules\n  got:   'fifo'"),
+        (lambda: standard(recipe, 4, stages=(4,)), "not a value to try"),
+        (lambda: standard(recipe, 4, stages=3), "not values to try"),
+        (lambda: standard(recipe, 4, microbatches=(0,)), "not a value to try"),
+        (lambda: standard(recipe, 4, recompute=("yes",)), "True or False"),
+        (lambda: standard(recipe, 4, tensor=(3,)), "no sizes divide the ranks"),
+        (lambda: standard(recipe, 4, partitions=(2,)), "not a value to try"),
+        (lambda: standard(recipe, 4, buckets=(0,)), "not a value to try"),
+        (lambda: standard(recipe, 4, optimizer=("nvme",)), "device, host, disk"),
+        (lambda: standard(recipe, 4, activations=("disk",)), "a disk needs a directory"),
+        (lambda: standard(recipe, 4, directory=3), "not a directory"),
+        (lambda: standard(recipe, 4, gradients=("onebit",)), "lossless, quantized"),
+        (lambda: standard(recipe, 4, weights=("onebit()",)), "lossless, quantized"),
+        (lambda: Space(recipe, {"dp": 2}, {"a": [1, 1]}), "choose from"),
         (lambda: standard(fds.adamw(1e-3), 4), "called without arguments"),
         (lambda: fds.tuning.Budget(trials=0), "not a count"),
         (lambda: fds.tuning.Budget(limit=0.0), "not a time"),

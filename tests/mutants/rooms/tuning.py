@@ -7,6 +7,22 @@ TESTS = "tests/tuning/test_search.py"
 
 MUTANTS = (
     Mutant(
+        "tuning-disk-in-memory",
+        "fds/tuning/rehearsal.py",
+        'if place != "device")',
+        "if False)",
+        "what lives on a disk is taken to be in memory, and does not fit",
+        "tests/tuning/test_spaces.py",
+    ),
+    Mutant(
+        "tuning-weights-at-stage-0",
+        "fds/tuning/spaces.py",
+        '"weights": shares and choices["stage"] > 0,',
+        '"weights": shares,',
+        "transports of weights are tried at stage 0, where none are sent",
+        "tests/tuning/test_spaces.py",
+    ),
+    Mutant(
         "tuning-options-of-auto",
         "fds/tuning/scripts.py",
         'if value is None or value == "auto":',
