@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fds.collectives.gloo import lost
 from fds.collectives.links import Collective, Link, Work, different
+from fds.collectives.waits import everywhere
 from fds.errors import RankError
 
 GRACE = datetime.timedelta(seconds=5)  # for all ranks to read an error before the rank that hosts the store ends
@@ -88,7 +89,9 @@ class Checked:
         return RankError(
             f"{missing or 'a rank'} did not arrive within {self.timeout.total_seconds():g} s",
             where=f"rank {self.ranks[self.index]}, waiting in {collective}",
-            got="\n".join(f"rank {rank} started last: {text}" for rank, text in last.items()),
+            got="\n".join(
+                [f"rank {rank} started last: {text}" for rank, text in last.items()] + [*everywhere(tuple(last))]
+            ),
             want=f"ranks {', '.join(map(str, self.ranks))} to take part",
         )
 

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fds.collectives.links import Collective, Work, bounds, different, is_exchanged, reduce_in_rank_order, same_memory
-from fds.collectives.waits import Interruptible, Label, Origin, Wait, kind_of, origin, was_closed
+from fds.collectives.places import SILENT
+from fds.collectives.waits import Interruptible, Label, Origin, Wait, everywhere, kind_of, origin, was_closed
 from fds.errors import FdsError, RankError
 
 # The kind of message in a tag: of a collective, of its second phase, of a send, of an exchange.
@@ -327,12 +328,20 @@ def lost(
         return different(where, began.different)
     peer, late = (peer, late) if began.rank is None else (began.rank, began.late)
     lost_rank = f"rank {peer}" if peer is not None else "a rank"
+    others = tuple(rank for rank in ranks if rank != ranks[index])
+    seen = began.stack or (everywhere(others) if peer is None and late else ())
+    hint = "look at the output of the rank that ended first"
+    if late:
+        hint = "fds.init_distributed(check=True) reports what each rank does"
+    if began.place == SILENT:
+        hint = "look at it on its machine: `ps` has state T for a process that is stopped, and gdb -p shows C code"
+    elif began.place:
+        hint = "if it may take so long there: fds.init_distributed(timeout=), in seconds"
     return RankError(
-        f"{lost_rank} did not answer in time" if late else f"{lost_rank} was lost",
+        (f"{lost_rank} did not answer in time" if late else f"{lost_rank} was lost")
+        + (f": it {began.place}" if began.place else ""),
         where=where,
-        got="\n".join(filter(None, (message[:300], began.trail))),
+        got="\n".join(filter(None, (message[:300], began.trail, *seen))),
         want=f"ranks {', '.join(map(str, ranks))} to take part",
-        hint="fds.init_distributed(check=True) reports what each rank does"
-        if late
-        else "look at the output of the rank that ended first",
+        hint=hint,
     )

@@ -55,6 +55,7 @@ def init_distributed(
         if launch is None or launch.world_size == 1:
             return
         _start(backend, timeout, launch, init_method)
+        worlds.of_torch()  # which answers others from now on
     if check:
         worlds.of_torch().check = True
 

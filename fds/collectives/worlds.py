@@ -18,6 +18,7 @@ from fds.collectives.gloo import GlooLink
 from fds.collectives.launch import launched, on_one_node
 from fds.collectives.links import Link
 from fds.collectives.nccl import NcclLink
+from fds.collectives.waits import answer_others, limit_of
 from fds.errors import MeshError
 
 
@@ -69,8 +70,7 @@ class TorchWorld(World):
     @property
     def timeout(self) -> float:
         """For how many seconds a rank waits for others: the timeout of the gloo group."""
-        # private: torch has no public way to ask a group for its timeout
-        return self.host._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        return limit_of(self.host)
 
     @property
     def shares_cores(self) -> bool:
@@ -129,4 +129,5 @@ def of_torch() -> TorchWorld:
         host = group if backends.get("cpu") == "gloo" else dist.new_group(backend="gloo")
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         _torch[:] = [TorchWorld(group, host, device)]
+        answer_others()
     return _torch[0]
