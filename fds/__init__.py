@@ -82,7 +82,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     # what is seen of it
     from fds.monitors import monitor
     from fds.reporting import record_run, report
-    from fds.timing import memory_breakdown, messages, timed, trace
+    from fds.timing import memory_breakdown, messages, timed, trace, watch_ranks
 
     # how it is best composed
     from fds.tuning import tune
@@ -175,7 +175,7 @@ __getattr__, __dir__ = lazily(
         "fds.profiling": "estimate_memory profile profile_memory profile_model",
         "fds.storage": "export_weights import_deepspeed import_weights load save save_async",
         "fds.monitors": "monitor",
-        "fds.timing": "memory_breakdown messages timed trace",
+        "fds.timing": "memory_breakdown messages timed trace watch_ranks",
         "fds.tuning": "tune",
         "fds.debugging": "check_ranks dump_state watch",
         "fds.reporting": "record_run report",
@@ -302,6 +302,7 @@ __all__ = [
     "tune",
     "tuning",
     "watch",
+    "watch_ranks",
     "whole",
     "with_buffers",
     "zero_one_adam",

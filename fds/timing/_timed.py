@@ -183,7 +183,7 @@ class Timed(InTurn):
     @property
     def last(self) -> Times | None:
         """The times of the last call that was timed and whose times have arrived; None before."""
-        while self._waiting and _is_over(self._waiting[0].marks[-1][1]):
+        while self._waiting and is_over(self._waiting[0].marks[-1][1]):
             self._last = times_of(self._waiting.pop(0))
         return self._last
 
@@ -235,7 +235,8 @@ class Timed(InTurn):
         return RankTimes(tuple(None if parts is None else Times(parts) for parts in of_ranks))
 
 
-def _is_over(moment: object) -> bool:
+def is_over(moment: object) -> bool:
+    """Return whether a mark of a clock has come: a GPU may not be there yet."""
     return isinstance(moment, float) or moment.query()  # pyright: ignore[reportAttributeAccessIssue]  (an event)
 
 

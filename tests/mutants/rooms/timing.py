@@ -133,4 +133,28 @@ MUTANTS = (
         "the greatest peak so far is that of every part after it",
         "tests/timing/test_memory_breakdown.py",
     ),
+    Mutant(
+        "waits-count-as-work",
+        "fds/timing/_stragglers.py",
+        "return sum(ms for part, ms in self.parts.items() if part != WAIT)",
+        "return sum(self.parts.values())",
+        "the rank that waits for a slow one is called slow",
+        "tests/timing/test_stragglers.py",
+    ),
+    Mutant(
+        "straggler-compared-with-itself",
+        "fds/timing/_stragglers.py",
+        "others = [other for other in paces if other.rank != pace.rank]",
+        "others = [*paces]",
+        "one of two ranks is compared with a median that it is half of",
+        "tests/timing/test_stragglers.py",
+    ),
+    Mutant(
+        "straggler-warned-of-without-end",
+        "fds/timing/_stragglers.py",
+        "not in before:",
+        "not in ():",
+        "the same warning comes at every comparison",
+        "tests/timing/test_stragglers.py",
+    ),
 )
