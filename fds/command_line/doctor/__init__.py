@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -46,6 +47,7 @@ def fill(parser: Parser) -> None:
             "fds doctor --dir /scratch/runs": "with the speed of the disk that will hold the saves",
             "fds doctor --json > doctor.json": "for a program, or to attach to a report",
             "fds doctor | grep -v ^ok": "only what needs a look",
+            "torchrun --nproc-per-node 2 -m fds doctor --ranks": "the links between these ranks, and nothing else",
         },
         after="Under a launcher (srun -N 2 fds doctor --quick) every node says what it has.\n"
         "docs/command-line.md says what is checked.",
@@ -54,11 +56,19 @@ def fill(parser: Parser) -> None:
         "--quick", action="store_true", help="leave out what takes longer than a second: trials, handshake, disk speed"
     )
     parser.add_argument("--dir", type=Path, default=Path(), help="the folder whose disk is measured (this one)")
+    parser.add_argument(
+        "--ranks", action="store_true", help="measure the links between all ranks that a launcher started, alone"
+    )
+    parser.add_argument(
+        "--limit", type=seconds, default=60.0, help="seconds for that: a rank that has not come by then is named (60)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON: checks -> findings with numbers")
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.ranks:
+        return _run_together(options)
     settings = Settings(options.dir, options.quick)
     report = Report(Console(quiet=options.json))
     for name, place in CHECKS.items():
@@ -68,6 +78,30 @@ def _run(options: argparse.Namespace) -> int:
     else:
         report.conclude()
     return 1 if report.problems() else 0
+
+
+def _run_together(options: argparse.Namespace) -> int:
+    """Measure the links of this rank with all others; the first reports, and all return the same."""
+    measure, findings, table = (load(f"doctor.links:{name}") for name in ("measure", "findings", "table"))
+    links, reports = measure(options.limit)
+    report = Report(Console(quiet=options.json or not reports))
+    report.add("ranks", findings(links))
+    if options.json and reports:
+        print(report.json())
+    report.console.print(table(links), soft_wrap=True, highlight=False)
+    report.conclude()
+    return 1 if report.problems() else 0
+
+
+def seconds(text: str) -> float:
+    """Parse a number of seconds above 0. Raises `ArgumentTypeError`."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"not a number of seconds above 0: {text!r}")
+    return number
 
 
 MARKS = {"ok": ("✓", "green"), "note": ("!", "yellow"), "problem": ("✗", "red")}

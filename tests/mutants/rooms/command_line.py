@@ -35,4 +35,28 @@ MUTANTS = (
         "a command that fails exits as if it had not",
         "tests/command_line -k 'error or wrong'",
     ),
+    Mutant(
+        "cables-compared-with-the-loopback",
+        "fds/command_line/doctor/links.py",
+        'if self.ranks[pair[0]].node == self.ranks[pair[1]].node else "between machines"',
+        'if pair else "between machines"',
+        "every link between two machines is slow beside those within one",
+        "tests/command_line/test_links.py",
+    ),
+    Mutant(
+        "links-of-a-slow-rank-one-by-one",
+        "fds/command_line/doctor/links.py",
+        "if len(its) > 2 and",
+        "if len(its) > 2000 and",
+        "a rank with a slow interface is not named, but a thousand links are",
+        "tests/command_line/test_links.py",
+    ),
+    Mutant(
+        "links-both-ways-as-one",
+        "fds/collectives/measuring.py",
+        "OF_LINK)) / 2",
+        "OF_LINK)) / 1",
+        "a link takes twice as long as it does",
+        "tests/command_line/test_links.py",
+    ),
 )
