@@ -90,7 +90,7 @@ def _run_together(options: argparse.Namespace) -> int:
         print(report.json())
     report.console.print(table(links), soft_wrap=True, highlight=False)
     report.conclude()
-    return 1 if report.problems() else 0
+    return int(report.problems() > 0)
 
 
 def seconds(text: str) -> float:

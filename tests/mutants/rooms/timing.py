@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         "times-are-read-before-they-arrived",
         "fds/timing/_timed.py",
-        "while self._waiting and _is_over(self._waiting[0].marks[-1][1]):",
+        "while self._waiting and is_over(self._waiting[0].marks[-1][1]):",
         "while self._waiting:",
         "a GPU is waited for in every timed call",
         TIMED,
