@@ -1,6 +1,23 @@
 """Models of Hugging Face's transformers, which is imported when a function here is called, and not before."""
 
-from fds.hf._positions import extend_position_embedding
-from fds.hf._sparse_models import is_sparse, sparsify
+from typing import TYPE_CHECKING
 
-__all__ = ["extend_position_embedding", "is_sparse", "sparsify"]
+from fds.lazy import lazily
+
+if TYPE_CHECKING:
+    from fds.hf._lazy import LazyModel, init, lazy
+    from fds.hf._positions import extend_position_embedding
+    from fds.hf._saving import save
+    from fds.hf._sparse_models import is_sparse, sparsify
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "fds.hf._lazy": "LazyModel init lazy",
+        "fds.hf._positions": "extend_position_embedding",
+        "fds.hf._saving": "save",
+        "fds.hf._sparse_models": "is_sparse sparsify",
+    },
+)
+
+__all__ = ["LazyModel", "extend_position_embedding", "init", "is_sparse", "lazy", "save", "sparsify"]

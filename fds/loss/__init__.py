@@ -21,7 +21,7 @@ from fds.loss.microbatch import (
 from fds.loss.modes import Around, Mode, ModuleMap, current as current_mode
 from fds.loss.module_copies import Root, check_no_originals
 from fds.loss.modules import functional
-from fds.loss.recipes import LayerSpec, Recipe, TiedLayerSpec, recipe
+from fds.loss.recipes import LayerSpec, Recipe, TiedLayerSpec, on_meta, recipe
 from fds.loss.submodules import PATTERNS, Submodules, at_submodules, overlapping
 from fds.loss.values import Buffered, Mean, Outcome, read, with_buffers
 
@@ -60,6 +60,7 @@ __all__ = [
     "layer_calls",
     "modules_of",
     "name",
+    "on_meta",
     "overlapping",
     "read",
     "recipe",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fds import random
 from fds.errors import LossError
-from fds.loss.recorder import Window, record
+from fds.loss.recorder import Window, record, record_module
 
 
 class LayerSpec:
@@ -194,17 +194,41 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Recipe:
     return Recipe(trace, pieces)
 
 
+def on_meta(module_factory: Callable[[], nn.Module]) -> nn.Module:
+    """Return the module that a function builds, with its parameters on `meta`; buffers have their values.
+
+    Operations are recorded as those of a `recipe` are, so that no parameter is ever in memory. Where they cannot be
+    recorded, the module is built for real, and its parameters are let go of.
+    """
+    key = random.key(0)
+    with random.python_seeded(key):
+        module = record_module(module_factory, key)
+    if module is not None:
+        return module
+    module, on_meta = _built(module_factory, key), dict[int, nn.Parameter]()
+    for part in module.modules():
+        for name, p in part._parameters.items():
+            if p is not None:
+                on_meta.setdefault(id(p), nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad))
+                part._parameters[name] = on_meta[id(p)]
+    return module
+
+
 def _build(module_factory: Callable[[], nn.Module], key: Tensor) -> dict[str, Tensor]:
     """Return the parameters of a module that is built for real."""
+    return {name: p.detach() for name, p in _built(module_factory, key).named_parameters()}
+
+
+def _built(module_factory: Callable[[], nn.Module], key: Tensor) -> nn.Module:
     with random.python_seeded(key), random.seeded(key):
         module = module_factory()
-        if not isinstance(module, nn.Module):
-            raise LossError(
-                "a recipe needs a function that builds a module",
-                got=type(module).__name__,
-                want="fds.recipe(lambda: nn.Linear(3, 2))",
-            )
-        return {name: p.detach() for name, p in module.named_parameters()}
+    if not isinstance(module, nn.Module):
+        raise LossError(
+            "a recipe needs a function that builds a module",
+            got=type(module).__name__,
+            want="fds.recipe(lambda: nn.Linear(3, 2))",
+        )
+    return module
 
 
 def _shape(x: Tensor | Window) -> Tensor:

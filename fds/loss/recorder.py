@@ -154,6 +154,36 @@ def record(build: Callable[[], nn.Module], key: Tensor) -> tuple[Record, dict[st
     numbers to a tensor that existed before, or uses sparse, quantized or other special tensors. Values that it reads
     are computed from `key`, like the parameters.
     """
+    recorded = _recorded(build, key)
+    return None if recorded is None else (recorded[1].record, recorded[2])
+
+
+def record_module(build: Callable[[], nn.Module], key: Tensor) -> nn.Module | None:
+    """Return the module of `build()` with its parameters on `meta`, and all other tensors that it holds replayed.
+
+    None where it cannot be recorded; see `record`.
+    """
+    recorded = _recorded(build, key)
+    if recorded is None:
+        return None
+    module, recorder, _ = recorded
+    places = [
+        (table, name, x)
+        for part in module.modules()
+        for table in (part._buffers, vars(part))
+        for name, x in table.items()
+        if isinstance(x, Tensor) and recorder.number(x) is not None
+    ]
+    windows = {id(x): recorder.window(x) for _, _, x in places}
+    values = dict(zip(windows, recorder.record.replay(windows.values(), key), strict=True))
+    for table, name, x in places:
+        table[name] = values[id(x)]
+    return module
+
+
+def _recorded(
+    build: Callable[[], nn.Module], key: Tensor
+) -> tuple[nn.Module, _Recorder, dict[str, Window | Tensor]] | None:
     recorder = _Recorder(key, torch.get_default_device())
     if recorder.home.type == "meta":
         return None
@@ -161,13 +191,14 @@ def record(build: Callable[[], nn.Module], key: Tensor) -> tuple[Record, dict[st
         recorder.seed, before = torch.initial_seed(), torch.get_rng_state()
         try:
             with recorder, _Disguise(recorder):
-                named = dict(build().named_parameters())
+                module = build()
+                named = dict(module.named_parameters())
             params = {name: recorder.parameter(p) for name, p in named.items()}
         except Exception:  # the caller then builds it for real, which succeeds or raises a better error
             return None
         if recorder.failed or not torch.equal(torch.get_rng_state(), before):
             return None
-    return recorder.record, params
+    return module, recorder, params
 
 
 class _Unrecordable(Exception):
@@ -339,7 +370,8 @@ class _Disguise(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(str(x) == "meta" for x in (*args, *(kwargs or {}).values()) if isinstance(x, str | torch.device)):
+        names = (x for x in (*args, *(kwargs or {}).values()) if isinstance(x, str | torch.device))
+        if func is not torch.device and "meta" in map(str, names):  # transformers names the device to compare with it
             self.recorder.failed = True
         if func not in (_DEVICE, _IS_META) or (device := self.recorder.device(args[0])) is None:
             try:

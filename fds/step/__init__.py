@@ -10,7 +10,7 @@ from fds.step.evaluation import evaluate, seen_parameters
 from fds.step.execution import Executor, InTurn, LocalGradients, Microbatch, Pass, PassResult
 from fds.step.filling import fill, first_call_compared
 from fds.step.gradients import Gradients, Measure, global_norm
-from fds.step.initial import beginning
+from fds.step.initial import beginning, encoded_leaves
 from fds.step.memory import Memory
 from fds.step.one_rank import Comparison, compare_with_one_rank
 from fds.step.placements import LocalCopies, Owned, Placement, Replicated, SplitDim
@@ -31,7 +31,7 @@ from fds.step.structure import AllBut, Structure
 from fds.step.sums import Sum
 from fds.step.topology import Dimension, Dimensions
 from fds.step.totals import Totals
-from fds.step.views import Cut
+from fds.step.views import Cut, encode
 
 __all__ = [
     "After",
@@ -89,6 +89,8 @@ __all__ = [
     "check_tree",
     "compare_with_one_rank",
     "compose",
+    "encode",
+    "encoded_leaves",
     "evaluate",
     "fill",
     "first_call_compared",

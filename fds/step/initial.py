@@ -189,6 +189,18 @@ def traced(step: Stations, params: Any) -> State:
         )
 
 
+def encoded_leaves(step: Stations, params: Any) -> dict[str, Leaf]:
+    """Return by name the parameters that a state holds in another form, as `step.init` is given them."""
+    if not step.encodings:
+        return {}
+    with torch.device("meta"):
+        shapes = params.trace() if isinstance(params, losses.Recipe) else params
+        shapes = shapes(random.key(0)) if callable(shapes) else shapes
+    meta = {name: x.to("meta") for name, x in tree.paths(shapes).items()}
+    leaves = _structure(step, shapes)[1]
+    return {n: leaves[n] for n, x in meta.items() if encode(step.encodings, x, leaves[n]) is not x}
+
+
 def at_first(step: Stations, state: State) -> dict[str, dict[str, Any]]:
     """Return slots and buffers as they are in the first state with such parameters, on `meta`."""
     buffers = losses.initial_buffers(step.loss)  # builds modules that are not built yet: not on meta

@@ -1,7 +1,8 @@
 """The station `view`: every parameter as the loss sees it in one microbatch, and the way back of its gradient.
 
 A view that has a method `encode(x, leaf)` says too what a state holds of a parameter that `step.init` is given: it is
-called with that, before all other views. Both take `meta` tensors.
+called with that, before all other views. Both take `meta` tensors. One whose attribute `by_row` is true may be given
+some rows of a parameter, along its first dim, and returns those of the whole: then no rank has all of it in memory.
 
 A view that has a method `reads(leaf, call)` names other parameters (scores, steps of a grid, factors of low rank): it
 is called with them too, as the loss would see them without views, and its gradient goes to all of them. It may name its

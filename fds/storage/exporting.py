@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def export_weights(
     Raises `StorageError` for what cannot be read or written, on every rank if on any; existing files are then
     unchanged. Raises `DonatedStateError` for a donated state, `RankError` if a rank is lost.
     """
-    _check_options(dtype, max_shard_bytes)
+    check_options(dtype, max_shard_bytes)
     to = check_path(path, "path")
     if view and (step is None or not isinstance(source, State) or tree != "params"):
         got = f"tree={tree!r:.40}" if tree != "params" else "no step" if isinstance(source, State) else "a directory"
@@ -83,7 +83,7 @@ def export_weights(
     if isinstance(source, State):
         if tag is not None:
             raise StorageError("a state has no tags", where="export_weights", got=f"tag={tag!r:.40}", want="no tag")
-        return _export_state(source, to, dtype, step, tree, max_shard_bytes, view=view)
+        return export_state(source, to, dtype, step, tree, max_shard_bytes, view=view)
     if step is not None:
         want = "a state with its step, or a directory without one"
         raise refusal("a saved run is exported by one process, without a step", "export_weights", "step=...", want)
@@ -94,7 +94,8 @@ def export_weights(
     return export.paths
 
 
-def _check_options(dtype: Any, max_shard_bytes: Any) -> None:
+def check_options(dtype: Any, max_shard_bytes: Any) -> None:
+    """Raise `StorageError` for what is no dtype of weights, or no size of a file."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in CODES):
         floats = ", ".join(name for name, x in DTYPES.items() if x.is_floating_point)
         where = "dtype"
@@ -104,7 +105,7 @@ def _check_options(dtype: Any, max_shard_bytes: Any) -> None:
         raise refusal("not a size of a file", where, repr(max_shard_bytes)[:40], "a number of bytes, 1 or more")
 
 
-def _export_state(
+def export_state(
     state: State,
     path: Path,
     dtype: torch.dtype | None,
@@ -113,12 +114,21 @@ def _export_state(
     max_shard_bytes: int,
     *,
     view: bool,
+    doing: str = "export_weights",
+    beside: Callable[[Path], None] | None = None,
 ) -> list[Path]:
+    """Write the weights of a state; see `export_weights`.
+
+    Args:
+        state, path, dtype, step, tree, max_shard_bytes, view: as there.
+        doing: the public function that all ranks call.
+        beside: writes other files to a folder, on the first rank; they get their names together with the weights.
+    """
     if step is None:
         _check_whole_state(state)
-    ranks = Ranks() if step is None else Ranks.of(step, "export_weights")
+    ranks = Ranks() if step is None else Ranks.of(step, doing)
     with ranks.together() as exchange:
-        state.check("export_weights")
+        state.check(doing)
         if step is not None:
             step.held_by(state)  # raises an error for slices of another step
         parts = parts_of(state, ranks)
@@ -142,7 +152,7 @@ def _export_state(
     mine = {name: part for name, part in parts.items() if name in export.places}
     with contextlib.ExitStack() as publishing:
         with ranks.together() as exchange:
-            exchange.mine = str(publishing.enter_context(export.publishing())) if ranks.index == 0 else ""
+            exchange.mine = str(publishing.enter_context(export.publishing(beside))) if ranks.index == 0 else ""
         with ranks.together(), write_errors(export.folder):
             pieces = pieces_of_rank(mine, union, ranks) if not view else all_pieces(mine) if ranks.index == 0 else []
             export.write(Path(exchange.all[0]), _consecutive(pieces, union))
@@ -235,9 +245,14 @@ class Export:
         return [self.folder / name for name in [*self.heads, *([INDEX] if self.index else [])]]
 
     @contextlib.contextmanager
-    def publishing(self) -> Iterator[Path]:
-        """Yield a folder with the files and their headers; publish them when the block ends without an error."""
+    def publishing(self, beside: Callable[[Path], None] | None = None) -> Iterator[Path]:
+        """Yield a folder with the files and their headers; publish them when the block ends without an error.
+
+        With them those that `beside` writes there.
+        """
         with replace_files(self.folder, [path.name for path in self.paths]) as hidden:
+            if beside is not None:
+                beside(hidden)
             for name, head in self.heads.items():
                 with open(hidden / name, "xb") as file:
                     file.write(head)

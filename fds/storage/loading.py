@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,16 +16,16 @@ from torch import Tensor
 from fds import tree
 from fds.collectives import fingerprint
 from fds.errors import StorageError
-from fds.layout import Sharded
+from fds.layout import Leaf, Sharded
 from fds.state import State
-from fds.step import Step, beginning, same_composition
+from fds.step import Step, beginning, encode, encoded_leaves, same_composition
 from fds.storage import foreign
 from fds.storage.disk.files import OpenFolder, check_path, refusal
 from fds.storage.disk.folders import SAVING, check_run_to_load, find, last_run, remember_run
 from fds.storage.disk.reader import touch_fresh
 from fds.storage.disk.writer import BLOCK
 from fds.storage.format.manifest import Manifest, SavedLeaf, read_manifest
-from fds.storage.format.tensors import DTYPES, copy_to, is_on_disk
+from fds.storage.format.tensors import DTYPES, copy_to, dtype_name, is_on_disk
 from fds.storage.matching import MatchOptions, check_slots, match
 from fds.storage.ranks.draft import directory
 from fds.storage.ranks.exchange import Ranks
@@ -109,6 +110,8 @@ def fill(source: Source, step: Step, params: Any, options: MatchOptions, ranks: 
     union = AllLeaves.of(parts_here, ranks)
     want = union.leaves | {name: part.leaf() for name, part in parts_here.items()}
     with ranks.together() as exchange:
+        encoding = _Encoding.of(step, params, source) if options.foreign else _Encoding()
+        want |= {name: SavedLeaf(dtype_name(leaf.dtype), leaf.shape, ()) for name, leaf in encoding.leaves.items()}
         names, device = match(source, want, options, ranks.partial), _device(params)
         digest = fingerprint((sorted(names.items()), options))
         exchange.mine = {"leaves that they read": f"{len(names)} leaves, {digest}", **agreement(parts_here, ranks)}
@@ -117,7 +120,7 @@ def fill(source: Source, step: Step, params: Any, options: MatchOptions, ranks: 
     if not missing:
         with ranks.together():
             state = blank(step, template, device)
-            _read(parts_of(state, ranks), names, source)
+            _read(parts_of(state, ranks), names, source, encoding)
         return state
     if "params" in missing:
         template = step.init(params, key=key)
@@ -128,14 +131,46 @@ def fill(source: Source, step: Step, params: Any, options: MatchOptions, ranks: 
                 "a parameter that the save lacks has no values", where, got, "parameters with values, or a recipe"
             )
         state = template if "params" in missing else blank(step, template, device)
-        _read(parts_of(attrs.evolve(state, opt={}, slots={}), ranks), names, source)
+        _read(parts_of(attrs.evolve(state, opt={}, slots={}), ranks), names, source, encoding)
     params_loaded = state.params
     del state, template  # or what is initialised now would be in memory twice
     state = beginning(step, params_loaded, key, device)
     with ranks.together():
         parts = parts_of(state, ranks)
-        _read({n: part for n, part in parts.items() if n.partition(".")[0] != "params"}, names, source)
+        _read({n: part for n, part in parts.items() if n.partition(".")[0] != "params"}, names, source, encoding)
     return state
+
+
+@attrs.frozen
+class _Encoding:
+    """Parameters that a state holds in another form than a source has them, by key path; and what encodes them."""
+
+    leaves: Mapping[str, Leaf] = attrs.field(factory=dict)
+    views: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, step: Step, params: Any, source: Source) -> _Encoding:
+        """Return which parameters are to be encoded: those that the source has as `step.init` would be given them."""
+        leaves = {f"params.{name}": leaf for name, leaf in encoded_leaves(step, params).items()}
+        have = {name: leaf for name, leaf in leaves.items() if name in source.leaves}
+        return cls({n: leaf for n, leaf in have.items() if source.leaves[n].shape == leaf.shape}, step.encodings)
+
+    def read(self, part: LeafPart, leaf: Leaf, name: str, source: Source) -> None:
+        """Read the rows of which a part has codes, and encode them: a block at a time, where views take rows."""
+        flat, count = part.tensor.view(-1), leaf.shape[0]
+        if not len(flat):
+            return
+        width, each = math.prod(part.shape) // count, leaf.numel // count
+        low, high, most = part.start // width, -(-part.end // width), max(1, BLOCK // (4 * max(1, each)))
+        if not all(getattr(view, "by_row", False) for view in self.views):
+            low, high, most = 0, count, count
+        for first in range(low, high, most):
+            last = min(high, first + most)
+            rows = blank_like(source.leaves[name], (last - first) * each)
+            source.read(name, first * each, rows)
+            codes = encode(self.views, rows.to(leaf.dtype).view(-1, *leaf.shape[1:]), leaf).reshape(-1)
+            start, end = max(part.start, first * width), min(part.end, last * width)
+            copy_to(flat[start - part.start : end - part.start], codes[start - first * width : end - first * width])
 
 
 def _open_save(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over: bool) -> Source:
@@ -179,7 +214,7 @@ def _modified(dir: Path) -> int:
         return 0
 
 
-def _read(parts: Mapping[str, LeafPart], names: Mapping[str, str], source: Source) -> None:
+def _read(parts: Mapping[str, LeafPart], names: Mapping[str, str], source: Source, encoding: _Encoding) -> None:
     """Read the elements of the parts into their tensors, in the order of the files."""
     leaves_read = {name: source.leaves[names[name]] for name in parts if name in names}
     on_disk = any(is_on_disk(parts[name].tensor) for name in leaves_read)
@@ -187,6 +222,9 @@ def _read(parts: Mapping[str, LeafPart], names: Mapping[str, str], source: Sourc
     block = torch.empty(BLOCK if on_disk else 0, dtype=torch.uint8, device="cpu")
     for name, leaf in sorted(leaves_read.items(), key=lambda item: _place(parts[item[0]], item[1])):
         part = parts[name]
+        if name in encoding.leaves:
+            encoding.read(part, encoding.leaves[name], names[name], source)
+            continue
         if part.term is not None and leaf.shape != part.shape:
             _read_terms(part, leaf, names[name], source)
             continue

@@ -60,6 +60,7 @@ class Int8:
 
     dtype: torch.dtype  # of the numbers that come back
     draws = False
+    by_row = True
 
     def encode(self, x: Tensor, leaf: Leaf) -> Tensor:
         """Return the rows of a frozen matrix, (..., 4 g + c) uint8; any other parameter as it is."""

@@ -1,9 +1,10 @@
 """Publish exported files under their names, all of them or none.
 
 They are written into a hidden folder beside their places. Files that they replace are moved there first, beginning with
-the index, so that readers never find a mixture of two exports; then the new files are renamed, the index last. A single
-file is replaced by one rename. Files that a killed export had moved away stay in its hidden folder until the next
-export is complete.
+the index, so that readers never find a mixture of two exports; then the new files are renamed, the index last. Other
+files with them, such as a configuration, are set aside after the weights and renamed before them. A single file is
+replaced by one rename. Files that a killed export had moved away stay in its hidden folder until the next export is
+complete.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 def replace_files(folder: Path, names: list[str]) -> Iterator[Path]:
     """Yield a hidden folder for files of these names, and move them to `folder` when the block ends without an error.
 
-    If they are a model's files, with names as in `_WEIGHTS`, all earlier such files are removed. Raises `StorageError`
-    for errors of the file system, for another running export to these names, and for a folder under one of the names.
+    Other files that are there at the end are moved with them. If they are a model's files, with names as in `_WEIGHTS`,
+    all earlier such files are removed. Raises `StorageError` for errors of the file system, for another running export
+    to these names, and for a folder under one of the names.
     After any error existing files are unchanged.
     """
     stem = "model" if _WEIGHTS.fullmatch(names[0]) else names[0]
@@ -47,13 +49,16 @@ def replace_files(folder: Path, names: list[str]) -> Iterator[Path]:
             )
         with _hidden_folder(folder / f".{stem}.exporting") as hidden:
             yield hidden
-            _put_in_place(folder, hidden, names)
+            beside = [entry.name for entry in os.scandir(hidden) if entry.is_file() and entry.name not in names]
+            _put_in_place(folder, hidden, names, sorted(beside))
         failing.pop_all()
 
 
-def _put_in_place(folder: Path, hidden: Path, names: list[str]) -> None:
+def _put_in_place(folder: Path, hidden: Path, names: list[str], beside: list[str]) -> None:
     weights = bool(_WEIGHTS.fullmatch(names[0]))
-    old = [n for n in os.listdir(folder) if n == names[0] or (weights and _WEIGHTS.fullmatch(n))]
+    here = os.listdir(folder)
+    old = sorted((n for n in here if n == names[0] or (weights and _WEIGHTS.fullmatch(n))), reverse=True)
+    old += [name for name in beside if name in here]
     for name in old:
         if not (folder / name).is_file():
             where, want, hint = str(folder / name), "a file or nothing", "choose another path"
@@ -61,11 +66,11 @@ def _put_in_place(folder: Path, hidden: Path, names: list[str]) -> None:
     aside = Path(tempfile.mkdtemp(prefix="old.", dir=hidden))
     moved, new = [], []
     try:
-        for name in sorted(old, reverse=True):  # the index first
+        for name in old:  # the index first
             _set_aside(folder / name, aside / name, stays=old == names)
             moved.append(name)
         sync(folder)
-        for name in names:
+        for name in [*beside, *names]:
             os.rename(hidden / name, folder / name)
             new.append(name)
         sync(folder)

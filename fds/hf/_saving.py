@@ -1,0 +1,94 @@
+"""Save a state as a folder of transformers: weights, configuration, tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from fds import tree
+from fds.errors import is_a
+from fds.hf._lazy import LazyModel, configuration
+from fds.hf._names import package
+from fds.state import State
+from fds.step import Step
+from fds.storage.disk.files import check_path, refusal
+from fds.storage.exporting import check_options, export_state
+from fds.storage.ranks.exchange import Ranks
+
+COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # of tokenizers, processors and generation
+WEIGHTS = (".index.json", "adapter_config.json")
+
+
+def save(
+    state: State,
+    step: Step,
+    out: str | os.PathLike[str],
+    *,
+    source: LazyModel | str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    view: bool = False,
+) -> list[Path]:
+    """Write the parameters of a state as a folder that `from_pretrained` loads, and return the files of weights.
+
+    Beside the weights stand the configuration, and what the source has of a tokenizer, a processor and settings of
+    generation. Where ranks share the state, all of them call this, and each writes what it holds; nothing is gathered.
+    All files get their names at the end, the weights last: a folder that was being written when the process died has no
+    weights, or the old ones.
+
+    Args:
+        state, step: of a loss of the model, whose parameters have the model's names.
+        out: the folder, made where it does not exist. Earlier weights in it are replaced.
+        source: what `fds.hf.lazy` returned, or the folder of the model that was trained.
+        dtype: of floating-point parameters; None writes each as the state holds it.
+        max_shard_bytes: the most bytes of tensors in one file, unless one tensor is larger.
+        view: write what the loss sees in evaluation, in numbers: of rounded, pruned or encoded parameters. Then every
+            rank has all of them in memory.
+
+    Raises `StorageError`, on every rank if on any, for what cannot be read or written; existing files are then
+    unchanged. Raises `ComposeError` without transformers, `RankError` if a rank is lost.
+    """
+    transformers, ranks = package(), Ranks.of(step, "hf.save")
+    with ranks.together():
+        check_options(dtype, max_shard_bytes)
+        to = check_path(out, "out")
+        if not is_a(state, State):
+            raise refusal("hf.save takes a state", "state", type(state).__name__, "what fds.hf.init or a step returns")
+        if to.suffix == ".safetensors":
+            raise refusal("a model of transformers is a folder", "out", to.name, "a folder", "fds.export_weights")
+        if step.encodings and not view:
+            raise refusal(
+                "parameters are held in another form, which transformers does not read",
+                "hf.save",
+                ", ".join(map(str, step.composition)),
+                "view=True, which writes numbers",
+            )
+        folder = source.path if is_a(source, LazyModel) else check_path(source, "source")
+        config = source.module.config if is_a(source, LazyModel) else configuration(transformers, folder)
+        config = copy.deepcopy(config)
+        floats = [x.dtype for x in tree.leaves(state.params) if x.is_floating_point()]
+        config.dtype = str(dtype or next(iter(floats), torch.float32)).removeprefix("torch.")
+        if is_a(source, LazyModel):
+            config.architectures = [type(source.module).__name__]
+            kept = source.module.state_dict().keys() & dict(source.module.named_buffers()).keys()
+            constants = {n: b for n, b in source.module.named_buffers() if n in kept}  # which the loss has captured
+            state = attrs.evolve(state, buffers={**constants, **state.buffers})
+    write = lambda hidden: _write_beside(hidden, folder, config)
+    return export_state(state, to, dtype, step, "params", max_shard_bytes, view=view, doing="hf.save", beside=write)
+
+
+def _write_beside(hidden: Path, folder: Path, config: Any) -> None:
+    """Write what stands beside the weights: the configuration, and copies of files of the source."""
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name.endswith(COPIED) and not path.name.endswith(WEIGHTS):
+            shutil.copyfile(path, hidden / path.name)
+    config.save_pretrained(hidden)
+    for path in hidden.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
