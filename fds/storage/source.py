@@ -21,6 +21,8 @@ from fds.storage.format import boxes
 from fds.storage.format.manifest import Chunk, Manifest, SavedLeaf
 from fds.storage.format.tensors import DTYPES, as_bytes
 
+PAGE = 4096  # bytes: what is consecutive in a file is read by itself where that is so much in the mean
+
 
 @attrs.frozen(eq=False)
 class Source:
@@ -60,6 +62,11 @@ class Source:
         elif out.numel():
             leaf = self.leaves[name]
             wanted, most = boxes.rectangles(box, start, start + out.numel()), BLOCK // out.element_size()
+            runs = list(boxes.runs(leaf.shape, wanted))
+            if out.nbytes >= len(runs) * PAGE:
+                for first, at, length in runs:
+                    self.read(name, first, out[at : at + length])
+                return
             low, high = _extent(leaf, wanted)
             for first in range(low, high, most):
                 end = min(high, first + most)

@@ -40,7 +40,7 @@ ROOMS = {
     "storage": "step media state layout collectives tree errors",
     "data": "collectives display lazy media microbatches random storage tree errors",
 }
-ROOMS["hf"] = "attention_layouts collectives kernels nn errors"
+ROOMS["hf"] = "attention_layouts collectives kernels lazy loss nn random state step storage tree errors"
 ROOMS["distill"] = "kernels lazy loss optim state step transforms tree errors"
 ROOMS["display"] = "_html collectives errors"
 ROOMS["timing"] = "collectives errors loss profiling state step tree"

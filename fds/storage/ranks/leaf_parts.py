@@ -19,11 +19,12 @@ from torch import Tensor
 
 from fds import tree
 from fds.errors import StorageError
-from fds.layout import Box, Layout, Sharded
+from fds.layout import Box, Layout, Segment, Sharded
 from fds.state import State
 from fds.step import Step
-from fds.step.residency.chunks import blank_opt, padded
+from fds.step.residency.chunks import blank_opt, gaps_of, padded
 from fds.step.residency.contract import check_apart, is_held, made
+from fds.storage.disk.reader import touch_fresh
 from fds.storage.format import boxes
 from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.format.tensors import dtype_name
@@ -165,6 +166,11 @@ def blank(step: Step, template: State, device: torch.device) -> State:
     residency, made_leaves = step.place.residency, []
     structure = step.structure_of(template.params)[0] if residency.kinds and device.type != "meta" else None
 
+    slices: dict[str, list[Segment]] = {}
+    if isinstance(template.params, Sharded):
+        buckets, index = template.params.layout.buckets, step.dimensions.slice
+        slices = {f"params.buckets.{bucket.name}": bucket.segments(index) for bucket in buckets}
+
     def leaf(name: str, x: Tensor) -> Tensor:
         leaf_place = None if structure is None else step.resident(structure, name)
         if is_held(residency, leaf_place, x.numel()):
@@ -173,6 +179,12 @@ def blank(step: Step, template: State, device: torch.device) -> State:
             if sharded and structure is not None and leaf_place is not None:
                 padded(residency, structure, made_leaf, leaf_place, step.dimensions.slice)
             return made_leaf
+        if name in slices:  # zeros for all of it would touch each page once more than reading does
+            blank_slice = torch.empty(x.shape, dtype=x.dtype, device=device)
+            touch_fresh(blank_slice)
+            for at, end in gaps_of(slices[name], x.numel()):
+                blank_slice[at:end] = 0
+            return blank_slice
         return make(x.shape, dtype=x.dtype, device="cpu" if name in ON_HOST else device)
 
     state = tree.flatten(shown)[1]([leaf(name, x) for name, x in tree.paths(shown).items()])
