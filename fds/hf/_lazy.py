@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fds import loss as losses, random
 from fds.errors import ComposeError, is_a
-from fds.hf._matching import matched, matches
+from fds.hf._matching import files_of, matched, matches
 from fds.hf._names import package
 from fds.loss import Recipe
 from fds.state import State
@@ -82,10 +82,11 @@ def lazy(
         want = "torch.float32, another floating-point dtype, or None"
         raise ComposeError("weights are of no such dtype", where="dtype", got=repr(dtype)[:60], want=want)
     config = configuration(transformers, folder) if config is None else config
-    build = _builder(transformers, folder, cls, config, dtype)
+    opened = files_of(folder)
+    build = _builder(transformers, folder, cls, config, dtype or _dtype_of(config, opened))
     module = _built(build, folder)
     module.train()
-    leaves = matched(module, folder, strict)
+    leaves = matched(module, folder, opened, strict)
     apply, meta, _ = losses.functional(module)
     missing = [name for name in meta if name not in leaves]
     make = losses.recipe(build)
@@ -142,9 +143,7 @@ def configuration(transformers: Any, folder: Path) -> Any:
         raise refusal("a configuration cannot be read", str(folder / "config.json"), got) from error
 
 
-def _builder(
-    transformers: Any, folder: Path, cls: Any, config: Any, dtype: torch.dtype | None
-) -> Callable[[], nn.Module]:
+def _builder(transformers: Any, folder: Path, cls: Any, config: Any, dtype: torch.dtype) -> Callable[[], nn.Module]:
     """Return what builds the model. Raises `ComposeError` for a class or a configuration that is none."""
     if not isinstance(config, transformers.PreTrainedConfig):
         raise ComposeError(
@@ -179,8 +178,6 @@ def _builder(
             got=repr(cls)[:80],
             want="transformers.AutoModelForCausalLM, or LlamaForCausalLM",
         )
-    dtype = getattr(config, "dtype", None) or torch.float32 if dtype is None else dtype
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
     def model() -> nn.Module:
         module = build(config, dtype=dtype)
@@ -191,6 +188,13 @@ def _builder(
         return module
 
     return model
+
+
+def _dtype_of(config: Any, opened: Source) -> torch.dtype:
+    """Return the dtype that a configuration names, else that of the first floating-point tensor of the files."""
+    dtypes = (DTYPES[leaf.dtype] for leaf in opened.leaves.values())
+    dtype = getattr(config, "dtype", None) or next((x for x in dtypes if x.is_floating_point), torch.float32)
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _built(build: Callable[[], nn.Module], folder: Path) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from fds.errors import StorageError, StorageWarning, did_you_mean
 from fds.hf._names import Sources, by_target
+from fds.storage import Source
 from fds.storage.disk.files import refusal
 from fds.storage.foreign import weights
 from fds.storage.foreign.foreign_leaf import ForeignLeaf, equal
@@ -59,12 +60,17 @@ class Differences:
             warnings.warn(StorageWarning(str(self.folder), *lists), stacklevel=stacklevel + 1)
 
 
-def matched(module: Any, folder: Path, strict: bool) -> dict[str, Leaf]:
+def files_of(folder: Path) -> Source:
+    """Open the files of weights in a folder: those that transformers takes, if there are others too."""
+    usual = (folder / name for name in ("model.safetensors", "model.safetensors.index.json"))
+    return weights(next((path for path in usual if path.exists()), folder))
+
+
+def matched(module: Any, folder: Path, opened: Source, strict: bool) -> dict[str, Leaf]:
     """Return by parameter its leaf in the files and the tensors of which it is, and fill the buffers that they have.
 
     Raises `StorageError`, if `strict`, for what is missing, left over or of another shape; warns of it otherwise.
     """
-    opened = weights(folder)
     leaves = {name: ForeignLeaf(leaf, _read(opened, name)) for name, leaf in opened.leaves.items()}
     have = by_target(module, {name.removeprefix("params."): leaf for name, leaf in leaves.items()}, str(folder))
     first = {id(p): name for name, p in module.named_parameters()}
@@ -96,7 +102,7 @@ def matched(module: Any, folder: Path, strict: bool) -> dict[str, Leaf]:
     return {name: leaf for name, leaf in chosen.items() if name not in mismatched}
 
 
-def _read(opened: Any, name: str) -> Any:
+def _read(opened: Source, name: str) -> Any:
     return lambda start, out: opened.read(name, start, out)
 
 

@@ -69,15 +69,15 @@ def save(
                 ", ".join(map(str, step.composition)),
                 "view=True, which writes numbers",
             )
-        folder = source.path if is_a(source, LazyModel) else check_path(source, "source")
-        config = source.module.config if is_a(source, LazyModel) else configuration(transformers, folder)
-        config = copy.deepcopy(config)
+        module = source.module if isinstance(source, LazyModel) else None
+        folder = source.path if isinstance(source, LazyModel) else check_path(source, "source")
+        config = copy.deepcopy(configuration(transformers, folder) if module is None else module.config)
         floats = [x.dtype for x in tree.leaves(state.params) if x.is_floating_point()]
         config.dtype = str(dtype or next(iter(floats), torch.float32)).removeprefix("torch.")
-        if is_a(source, LazyModel):
-            config.architectures = [type(source.module).__name__]
-            kept = source.module.state_dict().keys() & dict(source.module.named_buffers()).keys()
-            constants = {n: b for n, b in source.module.named_buffers() if n in kept}  # which the loss has captured
+        if module is not None:
+            config.architectures = [type(module).__name__]
+            saved = module.state_dict().keys()
+            constants = {n: b for n, b in module.named_buffers() if n in saved}  # which the loss has captured
             state = attrs.evolve(state, buffers={**constants, **state.buffers})
     write = lambda hidden: _write_beside(hidden, folder, config)
     return export_state(state, to, dtype, step, "params", max_shard_bytes, view=view, doing="hf.save", beside=write)

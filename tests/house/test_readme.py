@@ -16,7 +16,9 @@ DOCUMENTS = [
     path.relative_to(ROOT)
     for path in [*sorted(ROOT.glob("[ACR]*.md")), ROOT / "examples" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 ]
-OF_PEERS = [Path("docs/fine-tune.md"), Path("docs/long-rows.md")]  # which train models of transformers
+OF_PEERS = [
+    Path(f"docs/{name}.md") for name in ("fine-tune", "hugging-face", "long-rows")
+]  # which train models of transformers
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ ]*$", re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Mutants of fds/hf, and of the layers of sparse attention."""
+"""Mutants of fds/hf, of the layers of sparse attention, and of what reads a model of transformers into slices."""
 
 from tests.mutants.mutant import Mutant
 
@@ -26,5 +26,77 @@ MUTANTS = (
         "first = 0",
         "ranks of a tensor axis compute their heads by the layout of the first rank's",
         "tests/nn/test_sparse_self_attention.py",
+    ),
+    Mutant(
+        "rows-of-a-converted-parameter-from-the-first-source",
+        "fds/hf/_names.py",
+        "leaf = self.sources[int(source[at])][2]",
+        "leaf = self.sources[0][2]",
+        "every expert of a stacked parameter is the first one",
+        "tests/hf/test_conversions.py",
+    ),
+    Mutant(
+        "converters-that-change-values-are-taken-for-moves",
+        "fds/hf/_names.py",
+        "            if not torch.equal(moved[name].reshape(-1, 2),",
+        "            if False and not torch.equal(moved[name].reshape(-1, 2),",
+        "a conversion that adds to values is read as if it moved rows",
+        "tests/hf/test_conversions.py",
+    ),
+    Mutant(
+        "codes-begin-at-the-block",
+        "fds/storage/loading.py",
+        "codes[start - first * width : end - first * width])",
+        "codes[: end - start])",
+        "a slice that begins within a block of rows has the codes of the block's beginning",
+        "tests/storage/foreign/test_weights.py -k encoded_as_they_are_read",
+    ),
+    Mutant(
+        "views-that-take-no-rows-are-given-some",
+        "fds/storage/loading.py",
+        'if not all(getattr(view, "by_row", False) for view in self.views):',
+        "if not self.views:",
+        "a view that encodes whole parameters is given a few rows of them",
+        "tests/storage/foreign/test_weights.py -k takes_no_rows",
+    ),
+    Mutant(
+        "padding-of-slices-is-not-zero",
+        "fds/storage/ranks/leaf_parts.py",
+        "                blank_slice[at:end] = 0\n",
+        "                pass\n",
+        "what fills up a slice that was loaded is whatever memory held",
+        "tests/storage/foreign/test_weights.py -k padding",
+    ),
+    Mutant(
+        "columns-are-read-by-whole-rows",
+        "fds/storage/source.py",
+        "if out.nbytes >= len(runs) * PAGE:",
+        "if False:",
+        "each rank of a tensor axis reads all columns of a matrix in a file",
+        "tests/storage/foreign/test_weights.py -k columns",
+    ),
+    Mutant(
+        "configuration-set-aside-before-the-index",
+        "fds/storage/disk/placing.py",
+        "    old += [name for name in beside if name in here]",
+        "    old = [*(name for name in beside if name in here), *old]",
+        "a folder whose export was killed has old weights beside no configuration",
+        "tests/storage/test_placing.py",
+    ),
+    Mutant(
+        "buffers-of-a-module-on-meta-stay-there",
+        "fds/loss/recorder.py",
+        "        table[name] = values[id(x)]",
+        "        pass",
+        "a model that is read lazily has no values of its buffers",
+        "tests/unit/loss/test_recipes.py -k on_meta",
+    ),
+    Mutant(
+        "who-names-meta-is-built-whole",
+        "fds/loss/recorder.py",
+        "if func is not torch.device and",
+        "if",
+        "a factory that compares devices, as those of transformers do, has all of its parameters in memory",
+        "tests/unit/loss/test_recipes.py -k on_meta",
     ),
 )

@@ -1,0 +1,85 @@
+"""Read a model of transformers into the slices of two ranks: time beside a raw read of as many bytes, memory, bytes.
+
+A Llama in safetensors shards, 1 GB by default, is read at stage 3 by `fds.hf.init` on two ranks, which both have looked
+at the names before. The contender beside it reads as many bytes in blocks of 8 MiB into new memory, from where the
+share of the rank begins. Files are in the page cache for both. `from_pretrained` and `step.init` after it inform: what
+everybody does without this. Peaks are resident bytes above those before, bytes are those that the kernel counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT)]  # as a module and as a file, from anywhere
+
+import numpy as np
+from rich.console import Console
+
+from benchmarks import ranks, report
+from benchmarks.loading_contenders import INIT, RAW, WAYS, make, time_in_turns, weigh
+
+MIB = 2**20
+TIME_AT_MOST, BEYOND_AT_MOST = 1.2, 64 * MIB
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
+    """Return the median of paired ratios, and its 95% interval by bootstrap."""
+    ratios = np.array(ours) / np.array(theirs)
+    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
+    return float(np.median(ratios)), float(low), float(high)
+
+
+def main() -> int:
+    """Run from the command line; the exit code says whether the claims are met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20, help="of timing (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a small model, two rounds, nothing written")
+    options = parser.parse_args()
+    layers, width, rounds = (2, 128, 2) if options.quick else (16, 1024, options.rounds)
+    console = Console()
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)  # larger memory is given back at once, and so is new each time
+    ranks.prepare(
+        ["benchmarks.loading_contenders", "transformers.models.llama.modeling_llama", "fds.hf", "fds.transforms"]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        ranks.launch(make, folder, layers, width)
+        size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+        seconds = ranks.launch(time_in_turns, folder, rounds)[0]
+        weighed = {name: ranks.launch(weigh, folder, name)[0] for name in WAYS}
+    ratio, low, high = _ratio(seconds["A"], seconds[RAW])
+    again, low_again, high_again = _ratio(seconds["B"], seconds[RAW])
+    interval = lambda low, high: f"{low:.3f} to {high:.3f}"
+    ms = lambda name: f"{1000 * float(np.median(seconds[name])):.1f}"
+    verdict = report.verdict(TIME_AT_MOST, low <= TIME_AT_MOST)
+    times = [
+        [INIT, RAW, ms("A"), ms(RAW), f"{ratio:.3f}", interval(low, high), verdict],
+        [RAW, "itself anew (A/A)", ms("B"), ms(RAW), f"{again:.3f}", interval(low_again, high_again), ""],
+    ]
+    memory = []
+    for name, x in weighed.items():
+        met = x.beyond_bytes <= BEYOND_AT_MOST
+        claim = "" if name != INIT else f"64 MiB: {'yes' if met else 'NO'}"
+        cells = [f"{n / MIB:.1f}" for n in (x.held_bytes, x.beyond_bytes, x.read_bytes)]
+        memory.append([name, *cells, claim])
+    header = ["contender", "beside", "ms", "ms beside", "ratio", "95% interval", "claim"]
+    tables: list[report.Rows] = [
+        (f"Time of {size / 1e9:.2f} GB on two ranks ({rounds} rounds)", header, times),
+        ("Rank that takes most, MiB", ["contender", "held", "peak above it", "read", "at most"], memory),
+    ]
+    report.show_tables(tables, console)
+    if not options.quick:
+        facts = {
+            "what ran": f"a Llama of {layers} layers of width {width}, float32, in shards of 300 MB, in the page cache"
+        }
+        console.print(f"written: {report.write_tables(tables, 'loading', facts)}")
+    return 0 if options.quick or (low <= TIME_AT_MOST and weighed[INIT].beyond_bytes <= BEYOND_AT_MOST) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
