@@ -6,6 +6,8 @@ share of the rank begins. Files are in the page cache for both. `from_pretrained
 everybody does without this. Peaks are resident bytes above those before, bytes are those that the kernel counts.
 """
 
+# ruff: noqa: E402  (the path comes before what it leads to)
+
 from __future__ import annotations
 
 import argparse
@@ -14,8 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT)]  # as a module and as a file, from anywhere
+sys.path[:0] = [str(Path(__file__).parent.parent)]  # as a module and as a file, from anywhere
 
 import numpy as np
 from rich.console import Console
