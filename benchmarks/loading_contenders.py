@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -31,9 +32,8 @@ class Weighed:
 
 def make(folder: str, layers: int, width: int) -> None:
     """Write the model, in a process that ends."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config = LlamaConfig(
+    transformers = importlib.import_module("transformers")
+    config = transformers.LlamaConfig(
         vocab_size=32 * width,
         hidden_size=width,
         intermediate_size=11 * width // 4,
@@ -44,7 +44,7 @@ def make(folder: str, layers: int, width: int) -> None:
         eos_token_id=2,
     )
     if dist.get_rank() == 0:
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="300MB")
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="300MB")
 
 
 def new_step() -> Any:
@@ -61,12 +61,10 @@ def initialise(folder: str) -> Callable[[], Any]:
 
 def load_whole(folder: str) -> Callable[[], Any]:
     """Return what loads the model on every rank, and divides it."""
-    from transformers import AutoModelForCausalLM
-
-    step = new_step()
+    step, transformers = new_step(), importlib.import_module("transformers")
 
     def call() -> Any:
-        module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return step.init({name: p.detach() for name, p in module.named_parameters()})
 
     return call

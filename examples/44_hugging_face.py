@@ -5,6 +5,7 @@ What training leaves is written by both ranks as a folder that `from_pretrained`
 bit. It needs transformers: pip install 'fds[hf]'.
 """
 
+import importlib
 import inspect
 import tempfile
 import textwrap
@@ -12,16 +13,16 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import fds
 
+transformers = importlib.import_module("transformers")
 torch.set_num_threads(1)  # a model this small is fastest on one
 text = torch.tensor(list(inspect.getsource(textwrap).encode()))
 windows = text.unfold(0, 33, 1)
 
 folder = Path(tempfile.mkdtemp())
-config = LlamaConfig(
+config = transformers.LlamaConfig(
     vocab_size=256,
     hidden_size=64,
     intermediate_size=128,
@@ -32,7 +33,7 @@ config = LlamaConfig(
     eos_token_id=2,
 )
 torch.manual_seed(0)
-AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base", max_shard_size="100KB")
+transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base", max_shard_size="100KB")
 
 model = fds.hf.lazy(folder / "base")  # configuration, names and shapes
 apply = model.apply
@@ -68,7 +69,7 @@ print(f"{in_files:,} bytes in files; held by the ranks: {held:,} and {other:,}")
 print(f"loss {losses[0]:.2f}, after 30 updates {losses[-1]:.2f}")
 assert held == other < 0.6 * in_files and losses[-1] < 0.8 * losses[0]
 
-again = AutoModelForCausalLM.from_pretrained(folder / "tuned")
+again = transformers.AutoModelForCausalLM.from_pretrained(folder / "tuned")
 apart = max(float((p.detach() - params[name]).abs().max()) for name, p in again.named_parameters())
 print(f"what from_pretrained loads differs by {apart}")
 assert apart == 0

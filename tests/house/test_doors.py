@@ -202,7 +202,7 @@ def lines_of_code(source: str, nodes: Sequence[ast.AST]) -> int:
     for node in nodes:
         match node:
             case ast.Expr(value=ast.Constant(value=str())):
-                prose |= set(range(node.lineno, node.end_lineno + 1))
+                prose |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = enumerate(map(str.strip, source.splitlines()), 1)
     return sum(number not in prose and bool(line) and not line.startswith("#") for number, line in lines)
 

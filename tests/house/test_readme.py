@@ -93,7 +93,7 @@ def test_a_sentence_has_at_most_40_words_and_a_line_of_code_84_columns(path):
             words = lambda part: (
                 part.content if part.type in ("text", "code_inline") else " " * part.type.endswith("break")
             )
-            text = "".join(map(words, token.children))
+            text = "".join(map(words, token.children or []))
             for sentence in re.split(r"(?<=[.!?;:])\s+" if table else r"(?<=[.!?])\s+", text):  # a cell is a list
                 assert len(sentence.split()) <= 40, f"{line}: {sentence}"
 

@@ -1,8 +1,10 @@
 """Models of transformers read from their files into slices, and written back: `from_pretrained` is the oracle."""
 
+import importlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +34,7 @@ FAMILIES = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return the folder of a model of a family, in shards."""
-    import transformers
-
+    transformers = importlib.import_module("transformers")
     root = tmp_path_factory.mktemp("models")
 
     def made(family: str) -> Path:
@@ -53,9 +54,8 @@ def llama(folder, tmp_path):
     return Path(shutil.copytree(folder("llama"), tmp_path / "llama"))
 
 
-def pretrained(path, dtype=torch.float32):
-    import transformers
-
+def pretrained(path, dtype: Any = torch.float32):
+    transformers = importlib.import_module("transformers")
     names = json.loads((path / "config.json").read_text())["architectures"]
     return getattr(transformers, names[0]).from_pretrained(path, dtype=dtype)
 
@@ -177,8 +177,7 @@ def test_what_stands_beside_the_weights_is_copied_and_the_dtype_is_that_of_the_f
 
 
 def test_a_new_head_is_initialised_and_said(folder):
-    import transformers
-
+    transformers = importlib.import_module("transformers")
     path, cls = folder("bert"), transformers.AutoModelForTokenClassification
     config = transformers.AutoConfig.from_pretrained(path, num_labels=5)
     with pytest.raises(StorageError, match=r"classifier\.bias(.|\n)*\(2,\)(.|\n)*\(5,\)"):
@@ -239,7 +238,7 @@ def test_faults_of_files_are_named(llama, tmp_path):
 
 
 def test_tied_tensors_that_differ_are_refused_and_equal_ones_are_one(folder, tmp_path):
-    import transformers
+    transformers = importlib.import_module("transformers")
     from safetensors.torch import load_file, save_file
 
     path = Path(shutil.copytree(folder("tied"), tmp_path / "tied"))
@@ -276,9 +275,10 @@ def test_bad_arguments_are_refused(arguments, error, folder):
 
 
 def test_bad_folders_and_models_are_refused(llama, tmp_path):
-    for path in (3, tmp_path / "nowhere", tmp_path):
+    bad: Any
+    for bad in (3, tmp_path / "nowhere", tmp_path):
         with pytest.raises(StorageError):
-            fds.hf.lazy(path)
+            fds.hf.lazy(bad)
     model, step = fds.hf.lazy(llama), plain()
     state = fds.hf.init(step, model)
     for bad in (model.module, model.params, "llama"):
@@ -287,8 +287,9 @@ def test_bad_folders_and_models_are_refused(llama, tmp_path):
     for arguments in ({"source": 3}, {"source": tmp_path / "nowhere"}, {"dtype": torch.int8}, {"max_shard_bytes": 0}):
         with pytest.raises(FdsError):
             fds.hf.save(state, step, tmp_path / "out", **{"source": model, **arguments})
+    bad = model.params
     with pytest.raises(FdsError):
-        fds.hf.save(model.params, step, tmp_path / "out", source=model)
+        fds.hf.save(bad, step, tmp_path / "out", source=model)
     eight = plain(fds.freeze("*mlp*"), fds.quantize_frozen())
     held = fds.hf.init(eight, model)
     with pytest.raises(StorageError, match="view=True"):
@@ -315,8 +316,7 @@ def resident(path):
 
 
 def test_a_rank_holds_its_slice_and_little_more(tmp_path):
-    import transformers
-
+    transformers = importlib.import_module("transformers")
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 16_000}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=8, bos_token_id=1, eos_token_id=2)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m", max_shard_size="100MB")

@@ -89,7 +89,7 @@ MUTANTS = (
         "        table[name] = values[id(x)]",
         "        pass",
         "a model that is read lazily has no values of its buffers",
-        "tests/unit/loss/test_recipes.py -k on_meta",
+        "tests/unit/loss/test_modules_on_meta.py",
     ),
     Mutant(
         "who-names-meta-is-built-whole",
@@ -97,6 +97,6 @@ MUTANTS = (
         "if func is not torch.device and",
         "if",
         "a factory that compares devices, as those of transformers do, has all of its parameters in memory",
-        "tests/unit/loss/test_recipes.py -k on_meta",
+        "tests/unit/loss/test_modules_on_meta.py",
     ),
 )
