@@ -135,13 +135,13 @@ class Conversion:
             moved = self.run(numbers)
         except StorageError:
             return None
-        found = {name: x[..., 0].reshape(-1) // 2 for name, x in moved.items() if x.shape[-1:] == (2,)}
+        origins = {name: x[..., 0].reshape(-1) // 2 for name, x in moved.items() if x.shape[-1:] == (2,)}
         for name, x in meta.items():
-            if name not in found or moved[name].shape[:-1] != x.shape[:-1]:
+            if name not in origins or moved[name].shape[:-1] != x.shape[:-1]:
                 return None
-            if not torch.equal(moved[name].reshape(-1, 2), torch.stack([2 * found[name], 2 * found[name] + 1], -1)):
+            if not torch.equal(moved[name].reshape(-1, 2), torch.stack([2 * origins[name], 2 * origins[name] + 1], -1)):
                 return None
-        return found
+        return origins
 
     def read_rows(self, rows: Tensor, length: int) -> Callable[[int, Tensor], None]:
         """Return what reads elements of a parameter from the rows of the sources that it is made of."""
