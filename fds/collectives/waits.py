@@ -42,6 +42,7 @@ _rows: dict[int, dict[str, Any] | None] = {}  # by rank, as last read
 GRACE = 2.0  # seconds for which the rank that hosts the store stays, for others to read it
 REPLY = 2.0  # seconds in which the store answers, if the rank that hosts it is not stopped
 ASK = 3  # looks after which the rank that is waited for is asked where it is
+KEEP = 8  # looks from one at which its answer is read to the next, to be known should the store end
 NOTE = 60.0  # seconds of waiting, or half the limit where that is less, after which the log says for whom
 _places: dict[int, Place] = {}  # by rank, as last read
 _log = logging.getLogger("fds")
@@ -96,11 +97,14 @@ class Wait:
 
     def _ask(self, store: Any, rank: int) -> None:
         """Ask the rank for which others wait where it is, and write it to the log, once for a place, after a while."""
-        number, place = ask(store, rank), read_place(store, rank)
+        number, waited = ask(store, rank), self.looks * LOOK
+        notes = not self.noted and waited >= min(NOTE, limit_of(self.group) / 2)
+        if self.looks % KEEP and not notes:
+            return
+        place = read_place(store, rank)
         if place is not None:
             _places[rank] = place
-        waited = self.looks * LOOK
-        if self.noted or waited < min(NOTE, limit_of(self.group) / 2):
+        if not notes:
             return
         answers = place is not None and number - place.number < 2 * ASK * dist.get_world_size()
         if not answers and self.looks < ASK + ANSWER / LOOK:
@@ -372,7 +376,8 @@ def answer_others() -> None:
     """Have this rank say where it is, from now on, if ranks of the default group wait for it."""
     _rows.clear()
     _places.clear()
-    _looking[0].answers = Answers.begin()
+    with contextlib.suppress(RuntimeError):  # a store that is none, as torch's fake one
+        _looking[0].answers = Answers.begin()
     _looking[0].start()
 
 

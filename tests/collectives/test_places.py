@@ -5,8 +5,10 @@ import os
 import re
 import signal
 import socket
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,9 +24,9 @@ from tests.collectives.cases import axis
 LIMIT = 2.0  # seconds that a rank waits for others
 
 
-def next_batch(hangs: bool) -> torch.Tensor:
-    if hangs:
-        time.sleep(2 * LIMIT)
+def next_batch(hangs: Callable[[], bool]) -> torch.Tensor:
+    while hangs():
+        time.sleep(0.1)
     return torch.ones(8, 4)
 
 
@@ -41,32 +43,40 @@ def start_again() -> None:
 
 
 def hang_in_a_second_start(how: str) -> str:
+    before, waits.LOOK = waits.LOOK, 0.1
     start_again()
-    return train(how)
+    said = train(how)
+    waits.LOOK = before
+    return said
 
 
 def train(how: str) -> str:
-    """Train three calls, in the second of which rank 1 hangs; return what this rank is told."""
-    dp, losses, pids = axis(), [], axis().exchange(os.getpid())
+    """Train three calls, in the second of which rank 1 hangs until another has been told; return what it is told."""
+    dp, losses = axis(), []
+    pids, (flag, *_) = dp.exchange(os.getpid()), dp.exchange(tempfile.mktemp())
+    end = time.monotonic() + 20
+
+    def hangs(where: str) -> bool:
+        return where == how and dp.index == 1 and not os.path.exists(flag) and time.monotonic() < end
 
     def loss_fn(params, batch):
         losses.append(1)
-        if len(losses) == 7 and dp.index == 1:
-            if how == "loss":
-                time.sleep(2 * LIMIT)
-            if how == "stopped":
-                os.kill(os.getpid(), signal.SIGSTOP)
+        while len(losses) == 7 and hangs("loss"):
+            time.sleep(0.1)
+        if len(losses) == 7 and hangs("stopped"):
+            os.kill(os.getpid(), signal.SIGSTOP)
         return (batch @ params["w"]).square().mean()
 
     step = fds.compose(fds.accumulate(4), fds.shard_optimizer(dp, stage=2), fds.adamw(lr=0.01))(loss_fn)
     state = step.init({"w": torch.ones(4, 2)})
     try:
         for i in range(3):
-            state, _ = step(state, next_batch(how == "loader" and i == 1 and dp.index == 1))
+            state, _ = step(state, next_batch(lambda i=i: i == 1 and hangs("loader")))
     except RankError as error:
         return str(error)
     finally:
-        if how == "stopped" and dp.index != 1:
+        if dp.index == 0:
+            open(flag, "w").close()
             os.kill(pids[1], signal.SIGCONT)
     return "nothing"
 
@@ -74,7 +84,7 @@ def train(how: str) -> str:
 LOSS = r"loss_fn \(test_places.py:\d+\)"
 SAYS = {  # how a rank hangs, one after the other in the same processes, each a start of its own
     "loss": rf"rank 1 did not answer in time: it (is|has been) in {LOSS}( for \d+ s)?, in station loss of microbatch 2 "
-    r"of call 2\n(?s:.*)rank 1 is process \d+ on (?s:.*)in loss_fn: time.sleep\(2 \* LIMIT\)",
+    r"of call 2\n(?s:.*)rank 1 is process \d+ on (?s:.*)in loss_fn: (while|time.sleep)",
     "loader": r"rank 1 did not answer in time: it (is|has been) in next_batch \(test_places.py:\d+\)( for \d+ s)?, "
     r"outside of a step\n(?s:.*)in train: state, _ = step\(state, next_batch",
     "stopped": r"rank 1 did not answer in time: it does not answer at all: stopped, or stuck in C code without "
@@ -94,6 +104,7 @@ def hang_in_a_start(rank: int, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     fds.init_distributed("gloo", timeout=LIMIT)
+    waits.LOOK = 0.1
     print(train("loss"), flush=True)
 
 
@@ -160,14 +171,14 @@ def write_to_the_log() -> list[Any]:
     """Let rank 1 come late, though within the limit; return what the log says, and how many threads run."""
     records = []
     waits._log.addFilter(lambda record: records.append(record.getMessage()) is not None)
-    waits.NOTE = 0.0
+    (note, waits.NOTE), (look, waits.LOOK) = (waits.NOTE, 0.0), (waits.LOOK, 0.1)
     a = axis()
     a.barrier()
     if a.index == 1:
-        time.sleep(3.6)
+        time.sleep(1.6)
     a.barrier()
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("fds-")]
-    waits.NOTE = 60.0
+    waits.NOTE, waits.LOOK = note, look
     return [len(names) - len({*names}), *records]
 
 

@@ -53,7 +53,7 @@ def train_with_a_straggler() -> tuple:
 
     def loss_fn(params, batch):
         if slow[0] == "loss" and dp.index == 1:
-            time.sleep(0.2)
+            time.sleep(0.1)
         return (batch @ params["w"]).square().mean()
 
     step = fds.compose(fds.shard_optimizer(dp, stage=2), fds.adamw(lr=0.01))(loss_fn)
@@ -63,7 +63,7 @@ def train_with_a_straggler() -> tuple:
             warnings.simplefilter("always")
             for _ in range(4):
                 if slow[0] == "loader" and dp.index == 1:
-                    time.sleep(0.4)
+                    time.sleep(0.2)
                 with watching(state):
                     state, _ = step(state, torch.ones(2, 4))
         late = [(x.rank, x.host, x.where) for x in watching.stragglers if x.rank == 1]
