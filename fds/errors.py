@@ -143,6 +143,10 @@ class RankError(FdsError):
     """Report ranks that died, hung, or started different collectives."""
 
 
+class ResizeError(RankError):
+    """End a call of `fds.elastic.run`: ranks were lost, or are to come or go. The next start goes on."""
+
+
 def _grouped(names: list[str]) -> str:
     """Return names as text, long groups below one slot as their number."""
     groups: dict[str, list[str]] = {}

@@ -20,8 +20,10 @@ from fds.collectives.links import Work, fingerprint
 from fds.collectives.meshes import Mesh, Topology, from_torch, mesh
 from fds.collectives.simulation import simulate
 from fds.collectives.traffic import counted
+from fds.collectives.worlds import first_ranks
 
 __all__ = [
     "init_distributed", "mesh", "from_torch", "simulate", "Mesh", "Topology", "Axis", "alone", "Work", "all_gather",
     "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "recv", "barrier", "counted", "fingerprint",
+    "first_ranks",
 ]  # fmt: skip

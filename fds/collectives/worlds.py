@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import inspect
 import math
 import os
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -93,6 +95,28 @@ class TorchWorld(World):
         return dist.new_group(list(ranks), timeout, "nccl", use_local_synchronization=True, **order)
 
 
+class FirstRanks(World):
+    """The first ranks of a larger world; the others take no part in what is made here."""
+
+    def __init__(self, world: World, size: int):
+        self.world, self.rank, self.size = world, world.rank, size
+        self.device, self.counters = world.device, world.counters
+
+    def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
+        """Return the link between these ranks in the larger world."""
+        return self.world.link(ranks, group, channel)
+
+    @property
+    def timeout(self) -> float:
+        """For how many seconds a rank waits for others, as in the larger world."""
+        return self.world.timeout
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether the ranks compute on the CPU of one node, as in the larger world."""
+        return self.world.shares_cores
+
+
 SINGLE = Single()
 simulated: ContextVar[World | None] = ContextVar("fds_world", default=None)  # set in the threads of `simulate`
 _torch: list[TorchWorld] = []  # the world of the current default group, if it was asked for
@@ -106,6 +130,21 @@ def current() -> World:
     if not dist.is_initialized():
         return SINGLE
     return of_torch()
+
+
+@contextlib.contextmanager
+def first_ranks(count: int) -> Iterator[None]:
+    """Let the first `count` ranks, of which this is one, be the current world inside; all of them call it."""
+    world = current()
+    assert world.rank < count <= world.size, (world.rank, count, world.size)
+    if count == world.size:
+        yield
+        return
+    token = simulated.set(FirstRanks(world, count))
+    try:
+        yield
+    finally:
+        simulated.reset(token)
 
 
 def process_rank() -> int:

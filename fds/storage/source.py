@@ -150,7 +150,7 @@ class _Saved:
         """Read elements of a flattened box of a leaf. Chunks that have none of them are not read."""
         leaf, length, count = self.manifest.leaves[name], out.numel(), 0
         if name not in self.placed:
-            self.placed[name] = _placed(leaf)
+            self.placed[name] = placed_chunks(leaf)
         wanted = boxes.rectangles(box, start, start + max(length, 1))
         low, high = _extent(leaf, wanted)
         for placed in self.placed[name]:
@@ -179,7 +179,7 @@ class _Saved:
         )
 
 
-def _placed(leaf: SavedLeaf) -> list[PlacedChunk]:
+def placed_chunks(leaf: SavedLeaf) -> list[PlacedChunk]:
     """Return the chunks of a leaf, and where their elements are."""
     placed, ends = [], dict[Box, int]()
     for chunk in leaf.chunks:

@@ -117,11 +117,17 @@ def read_manifest(folder: Path | OpenFolder) -> Manifest:
     path = str(opened.path / NAME)
     try:
         text = read_small(NAME, MAX_BYTES, folder=opened.fd)
+    except OSError as error:
+        raise refusal("a save without a readable manifest", path, str(error.strerror), hint=hint(error)) from error
+    return parse_manifest(text, path)
+
+
+def parse_manifest(text: str | bytes, path: str) -> Manifest:
+    """Return the manifest in a text, read from `path`. Raises `StorageError` as `read_manifest` does."""
+    try:
         record = parse_json(text)
         written = record.pop("checksum", None) if isinstance(record, dict) else None
         checksum = _checksum(record)
-    except OSError as error:
-        raise refusal("a save without a readable manifest", path, str(error.strerror), hint=hint(error)) from error
     except (ValueError, RecursionError) as error:
         raise refusal("the manifest is not JSON", path, str(error)[:200]) from error
     if not isinstance(record, dict) or type(record.get("format")) is not int:

@@ -9,7 +9,7 @@ time.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import attrs
@@ -56,10 +56,10 @@ def open_local(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over
         for folder, manifest in zip(folders, manifests, strict=True):
             if manifest.saved != chosen[1]:
                 raise refusal("the save was replaced while it was being opened", str(folder.path), hint="load again")
-            _check_parts_agree(manifest, manifests[0], str(folder.path), str(folders[0].path))
+            check_parts_agree(manifest, manifests[0], str(folder.path), str(folders[0].path))
         if not take_over:
             check_run_to_load(dir, folders[0].path, manifests[0].run)
-        merged, exchange.mine = _merge(manifests), _common_texts(manifests[0])
+        merged, exchange.mine = merge(manifests), _common_texts(manifests[0])
     ranks.check_equal(exchange.all)
     return save_source(merged, folders, verify=verify)
 
@@ -105,7 +105,8 @@ def _common_texts(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def _check_parts_agree(manifest: Manifest, first: Manifest, where: str, there: str) -> None:
+def check_parts_agree(manifest: Manifest, first: Manifest, where: str, there: str) -> None:
+    """Raise `StorageError` for a part of another save than the first is of."""
     got, want = _common_texts(manifest), _common_texts(first)
     for what, text in want.items():
         if got.get(what, "nothing") != text:
@@ -126,10 +127,14 @@ def _listed(saves: Iterable[SaveId]) -> str:
     return ", ".join(sorted({tag for tag, _ in saves}))
 
 
-def _merge(manifests: list[Manifest]) -> Manifest:
+def merge(manifests: list[Manifest], near: Collection[str] = ()) -> Manifest:
+    """Return one manifest of the parts of a save; of equal chunks those in the files `near` are preferred.
+
+    Raises `StorageError` where the parts are not of one save.
+    """
     first = manifests[0]
     leaves = {
-        name: attrs.evolve(leaf, chunks=_increasing(c for manifest in manifests for c in manifest.leaves[name].chunks))
+        name: attrs.evolve(leaf, chunks=_increasing((c for m in manifests for c in m.leaves[name].chunks), near))
         for name, leaf in first.leaves.items()
     }
     for name, leaf in leaves.items():
@@ -139,10 +144,10 @@ def _merge(manifests: list[Manifest]) -> Manifest:
     return attrs.evolve(first, files={n: f for manifest in manifests for n, f in manifest.files.items()}, leaves=leaves)
 
 
-def _increasing(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
+def _increasing(chunks: Iterable[Chunk], near: Collection[str]) -> tuple[Chunk, ...]:
     """Return those of overlapping chunks that are needed, in order: of each box, each ends after the one before."""
     needed: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda c: (*c.order(), -c.length, c.file)):
+    for chunk in sorted(chunks, key=lambda c: (*c.order(), -c.length, c.file not in near, c.file)):
         if not needed or chunk.box != needed[-1].box or chunk.end > needed[-1].end:
             needed.append(chunk)
     return tuple(needed)

@@ -1,0 +1,373 @@
+"""`run`: train on the ranks that are there, and go on after some were lost or joined.
+
+A start of the ranks is a call of `run` on each. Between two calls of the step all ranks exchange a few numbers: the
+boundary. Who passes it knows that every rank has ended the call before, so only then is the older state let go: the
+step is pure, and a rank that is told of a lost one in the middle of a call still has the state that the call began
+with. All ranks that live have one state in common. Each leaves it on the shelf of its node, without a message, and
+raises `ResizeError`. The next start puts the newest state together that the shelves cover.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import attrs
+import torch
+
+from fds.collectives import Axis, first_ranks, init_distributed, mesh
+from fds.data import RepeatingLoader
+from fds.elastic._history import Event, now, read_rows, seconds_of, write_event, write_row
+from fds.errors import ElasticityError, FdsError, RankError, ResizeError, StorageError, is_int, is_number
+from fds.state import State
+from fds.step import Step
+from fds.storage import load, save, save_async
+from fds.storage.disk.files import check_path
+from fds.storage.disk.folders import find, last_run, remember_run, tags
+from fds.storage.format.manifest import read_manifest
+from fds.storage.ranks.exchange import Ranks
+from fds.storage.ranks.leaf_parts import parts_of
+from fds.storage.ranks.sharing import AllLeaves
+from fds.storage.shelf import Pieces, Shelf
+
+PATIENCE = 1.0  # seconds in which torchrun's agents see, each by itself, that a node waits: they look every 0.1 s
+
+Compose = Callable[[int], tuple[Step, Any]]
+Watch = Callable[[State, dict[str, Any]], Any]
+
+
+@attrs.frozen
+class Finished:
+    """What a run has come to on this rank.
+
+    Attributes:
+        state: the last state; None on a rank that had no part at the end.
+        step: the step of that state.
+    """
+
+    state: State | None = None
+    step: Step | None = None
+
+
+def run(
+    directory: str | os.PathLike[str],
+    compose: Compose,
+    params: Any,
+    *,
+    calls: int,
+    ranks: Collection[int] | None = None,
+    key: int = 0,
+    save_every: int | None = None,
+    keep: int = 2,
+    watch: Watch | None = None,
+    timeout: float = 600.0,
+    shelf: str | os.PathLike[str] | None = None,
+) -> Finished:
+    """Train until the state has made `calls` calls, from wherever the run in `directory` is, on the ranks that run.
+
+    Every rank that torchrun started calls this. If a rank is lost, joins, or is told to end by SIGTERM, the others
+    leave what they hold in the memory of their node and raise `ResizeError`; the program ends, and torchrun starts all
+    ranks again. They go on from the newest state: from memory, if what is left there is all of it, else from the last
+    save. An error of the step, or Ctrl-C, is raised as it is, and its state is left as well.
+
+    Args:
+        directory: of the run, on a file system that all ranks see: saves in `save`, and `resizes.jsonl`.
+        compose: called at each start with the number of ranks that train, returns the step and its data: a
+            `DistributedLoader`, or a function of the state that returns a batch. The mesh is made inside.
+        params: the argument of `step.init`.
+        calls: after how many calls of the step, counted over all starts, the run ends.
+        ranks: the numbers of ranks that can share the batch, such as `batches.ranks`. The largest that is there trains;
+            ranks beyond it wait until others are lost. All numbers by default.
+        key: the seed of the run.
+        save_every: the number of calls between saves, which are written in the background; by default only the end is
+            saved.
+        keep: how many saves to keep.
+        watch: called with the state and metrics of every call that all ranks have ended, as `fds.monitor(...)` is.
+        timeout: seconds that a rank waits for others before they count as lost: longer than a call, and all that
+            `compose` and `watch` do. It has no effect if the program has called `fds.init_distributed`.
+        shelf: where the ranks of a node leave what they hold, by default `/dev/shm`, its memory.
+
+    Raises `ResizeError`; `ElasticityError` for arguments of other kinds, and if too few ranks are there; what the step,
+    its data, `fds.save` and `fds.load` raise.
+    """
+    path = check_path(directory, "directory")
+    _check_arguments(compose, calls, ranks, save_every, keep, watch, timeout)
+    init_distributed(timeout=timeout)
+    began, everyone = time.time(), mesh(ranks=-1)["ranks"].channel("elastic")
+    start = _meet(path, None if shelf is None else check_path(shelf, "shelf"), everyone, ranks)
+    pieces = Pieces.newest(start.shelf, everyone, start.saved)
+    if everyone.index >= start.count:
+        if pieces is not None:
+            pieces.bring()
+        return _stand_by(start, calls)
+    with first_ranks(start.count):
+        composed = compose(start.count)
+        if not (isinstance(composed, tuple) and len(composed) == 2 and hasattr(composed[0], "everyone")):
+            raise ElasticityError(
+                "compose does not return a step and its data", got=repr(composed)[:200], want="return step, loader"
+            )
+        step, data = composed
+        if pieces is not None:
+            state, made = pieces.load(step, params), pieces.made
+        elif start.saved >= 0:
+            state, made = load(start.saves, step, params)[0], start.saved_at
+        else:
+            state, made = step.init(params, key=key), start.first
+        parts = Ranks.of(step, "fds.elastic.run")
+        union = AllLeaves.of(parts_of(state, parts), parts)
+        source = "memory" if pieces is not None else "save" if start.saved >= 0 else "init"
+        lost = max(0.0, time.time() - seconds_of(made)) if start.again else 0.0
+        if everyone.index == 0:
+            idle = everyone.size - start.count
+            event = start.event("start", int(state.calls), ranks=start.count, idle=idle, source=source)
+            write_event(path, attrs.evolve(event, time=time.time() if start.again else began, lost_seconds=lost))
+        training = Training(start, step, union, [(state, made)])
+        return training.run(data, calls, save_every, keep, watch)
+
+
+@attrs.frozen(eq=False)
+class Start:
+    """What the ranks of a start agree on before they compose."""
+
+    path: Path
+    everyone: Axis
+    count: int  # of the ranks that train
+    id: str
+    job: str
+    shelf: Shelf
+    saved: int  # calls of the last save, -1 if there is none
+    saved_at: str
+    first: str  # when the run began
+    again: bool  # whether this job has started before
+
+    @property
+    def saves(self) -> Path:
+        """The directory of the saves."""
+        return self.path / "save"
+
+    def event(self, kind: str, calls: int, **more: Any) -> Event:
+        """Return an event of now."""
+        return Event(kind, time.time(), calls, self.job, **more)
+
+    def boundary(self, asked: Asked, calls: int) -> int:
+        """Wait until all ranks have ended their call, and return how many there were.
+
+        `calls` is -1 on ranks that have no part. Raises `ResizeError` if a rank was asked to end.
+        """
+        rows = self.everyone.exchange_numbers([asked.now, calls], "boundary of two calls")
+        made = max(made for _, made in rows)
+        if leaving := [rank for rank, (now, _) in enumerate(rows) if now]:
+            asked.wait()
+            raise ResizeError(
+                f"rank{'s' * (len(leaving) > 1)} {', '.join(map(str, leaving))} of {len(rows)} were asked to stop",
+                where=f"after call {made}",
+                got="SIGTERM, by which torchrun lets ranks come and go",
+                want="to be started again: torchrun --nnodes MIN:MAX --max-restarts N",
+                hint=f"the state is in the memory of the nodes, below {self.shelf.folder}",
+            )
+        return made
+
+
+class Asked:
+    """Whether this process was asked to end, by SIGTERM. `with Asked() as asked:` restores the earlier handler."""
+
+    now = False
+
+    def __enter__(self) -> Self:
+        self._before, self._pid = None, os.getpid()
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def wait(self) -> None:
+        """Wait a moment to be asked as well, or torchrun's agent would take the end of this rank for a failure."""
+        end = time.monotonic() + PATIENCE
+        while not self.now and self._before is not None and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a worker of a loader, which was forked
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.now = True
+
+
+@attrs.define(eq=False)
+class Training:
+    """A start of the ranks that train, on one of them."""
+
+    start: Start
+    step: Step
+    union: AllLeaves
+    held: list[tuple[State, str]]  # states that some rank may still need, the newest first, and when each was made
+
+    def run(self, data: Any, calls: int, save_every: int | None, keep: int, watch: Watch | None) -> Finished:
+        """Train until the last call; leave the state on the shelf whatever ends it earlier."""
+        start, first = self.start, int(self.held[0][0].calls)
+        batches, metrics = _batches(data, first), None
+        with Asked() as asked:
+            try:
+                while True:
+                    state = self.held[0][0]
+                    if state.step.is_cuda:
+                        torch.cuda.synchronize(state.step.device)  # a call has ended when its kernels have
+                    made = start.boundary(asked, int(state.calls))
+                    del self.held[1:]
+                    if metrics is not None:
+                        if made == first + 1:
+                            start.shelf.clear(but=start.id)  # of what this start went on from; others may leave theirs
+                        if watch is not None:
+                            watch(state, metrics)
+                    if made >= calls:
+                        break
+                    if save_every is not None and made % save_every == 0 and made > max(0, start.saved):
+                        save_async(start.saves, state, self.step, keep=keep)
+                        self._write("save", made)
+                    new, metrics = self.step(state, batches(state))
+                    self.held.insert(0, (new, now()))
+                    del new
+                if made > start.saved:
+                    save(start.saves, state, self.step, keep=keep)
+                self._write("end", made)
+            except BaseException as error:
+                left = self._leave(error)
+                if isinstance(error, RankError) and not isinstance(error, ResizeError):
+                    raise ResizeError(
+                        error.what, where=error.where, got=error.got, want=error.want, hint=left
+                    ) from error
+                raise
+        start.shelf.clear()
+        return Finished(state, self.step)
+
+    def _write(self, kind: str, calls: int) -> None:
+        if self.start.everyone.index == 0:
+            write_event(self.start.path, self.start.event(kind, calls))
+
+    def _leave(self, error: BaseException) -> str:
+        """Put the states that this rank has on the shelf, and say what was done; whatever fails is printed."""
+        left, rank = [], self.start.everyone.index
+        for state, made in self.held:
+            if state.token.spent_at is None:  # a donating step has written over others
+                try:
+                    self.start.shelf.leave(state, self.step, self.union, self.start.id, made)
+                    left.append(int(state.calls))
+                except (FdsError, OSError, RuntimeError) as failed:
+                    print(f"fds: rank {rank} could not leave its state: {failed}", file=sys.stderr)
+        reason = (error.what if isinstance(error, FdsError) else repr(error))[:200]
+        with contextlib.suppress(OSError):
+            event = self.start.event("stop", max(left, default=-1), ranks=rank, reason=reason)
+            write_event(self.start.path, event)
+        return (
+            f"what this rank has of the state after call {' and '.join(map(str, left))} is on the shelf" if left else ""
+        )
+
+
+def _batches(data: Any, first: int) -> Callable[[State], Any]:
+    """Return a function of the state that returns its batch; loaders are read in order, from `first` on."""
+    if hasattr(data, "starting"):
+        loader = RepeatingLoader(data.starting(first))
+        return lambda state: next(loader)
+    if callable(data):
+        return data
+    raise ElasticityError(
+        "not the data of an elastic run",
+        where="compose",
+        got=type(data).__name__,
+        want="a DistributedLoader, or a function of the state that returns a batch",
+        hint="a position that does not depend on the number of ranks is state.calls",
+    )
+
+
+def _stand_by(start: Start, calls: int) -> Finished:
+    """Take part in every boundary without training, until the last call."""
+    with Asked() as asked:
+        try:
+            while start.boundary(asked, -1) < calls:
+                pass
+        except RankError as error:
+            reason = error.what
+            with contextlib.suppress(OSError):
+                write_event(start.path, start.event("stop", -1, ranks=start.everyone.index, reason=reason))
+            if isinstance(error, ResizeError):
+                raise
+            raise ResizeError(
+                reason, where=error.where, got=error.got, want=error.want, hint="this rank had no part"
+            ) from error
+    return Finished()
+
+
+def _meet(path: Path, root: Path | None, everyone: Axis, numbers: Collection[int] | None) -> Start:
+    """Let the ranks agree on the run, its last save, and how many of them train."""
+    together = Ranks(everyone if everyone.size > 1 else None, "fds.elastic.run", everyone.index)
+    count = max((n for n in numbers if n <= everyone.size), default=0) if numbers is not None else everyone.size
+    if not count:
+        raise ElasticityError(
+            "too few ranks are there",
+            got=f"{everyone.size}",
+            want=f"one of {', '.join(map(str, sorted(numbers or ())[:16]))}",
+            hint="torchrun --nnodes MIN:MAX waits for MIN nodes",
+        )
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    with together.together() as exchange:
+        if everyone.index == 0:
+            exchange.mine = _begin(path, job)
+        elif not path.parent.exists():
+            raise StorageError("the ranks do not see one directory", where=str(path), want="a common file system")
+    run, first, saved, saved_at, again = exchange.all[0]
+    remember_run(path / "save", run)
+    with together.together() as exchange:
+        if not path.exists():
+            raise StorageError("the ranks do not see one directory", where=str(path), want="a common file system")
+        shelf, exchange.mine = Shelf.of(path, run, root), uuid.uuid4().hex
+    return Start(path, everyone, count, exchange.all[0], job, shelf, saved, saved_at, first, again)
+
+
+def _begin(path: Path, job: str) -> list[Any]:
+    """Return the run's id, when it began, calls and time of its last save, and whether this job has started before."""
+    path.mkdir(parents=True, exist_ok=True)
+    saves = path / "save"
+    try:
+        rows = read_rows(path)
+    except OSError:
+        rows = []
+    begun = next((row for row in rows if "run" in row), None)
+    if begun is None:
+        begun = {"run": last_run(saves) or uuid.uuid4().hex, "began": now()}
+        write_row(path, begun)
+    saved, saved_at = -1, ""
+    if saves.is_dir() and tags(saves):
+        manifest = read_manifest(find(saves, None))
+        saved, saved_at = manifest.calls, manifest.saved
+    again = any(row.get("kind") == "start" and row.get("job", "") == job for row in rows)
+    return [begun["run"], begun["began"], saved, saved_at, again]
+
+
+def _check_arguments(
+    compose: Any, calls: Any, ranks: Any, save_every: Any, keep: Any, watch: Any, timeout: Any
+) -> None:
+    """Raise `ElasticityError` for the first argument of another kind."""
+    each = list(ranks) if isinstance(ranks, Collection) and not isinstance(ranks, str) else None
+    for name, value, good, want in (
+        ("compose", compose, callable(compose), "a function: number of ranks -> (step, data)"),
+        ("calls", calls, is_int(calls, 0), "0 or more"),
+        ("ranks", ranks, ranks is None or (each and all(is_int(n, 1) for n in each)), "numbers of ranks, or None"),
+        ("save_every", save_every, save_every is None or is_int(save_every, 1), "1 or more, or None"),
+        ("keep", keep, is_int(keep, 1), "1 or more"),
+        ("watch", watch, watch is None or callable(watch), "a function of state and metrics, or None"),
+        ("timeout", timeout, is_number(timeout) and timeout > 0, "seconds, more than 0"),
+    ):
+        if not good:
+            raise ElasticityError(f"not {name} of an elastic run", where=name, got=repr(value)[:80], want=want)

@@ -1,0 +1,296 @@
+"""Shelves: where the ranks of a run that stops leave what they hold of its state, in the memory of their node.
+
+    /dev/shm/fds-1000-8f2c/           of this user, and of the run's directory
+      5d0c.../                        the run
+        3be1....00000012/             the state after 12 calls, as the ranks of one start held it
+          rank0/                      what the first of these ranks held, as a save with `local=True` has it
+          rank2/
+
+To leave something takes no message, since other ranks may be dead; ranks of a node that hold the same leave it once.
+What lies on the shelves of all nodes that are there is one state if it covers every leaf. A node that lacks pieces
+which its ranks will hold gets those, and no others, from a node that has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from fds.collectives import Axis
+from fds.layout import Box
+from fds.state import State
+from fds.step import Step
+from fds.storage.disk import writer
+from fds.storage.disk.files import OpenFolder, refusal, write_errors
+from fds.storage.disk.folders import unpublished
+from fds.storage.format import boxes
+from fds.storage.format.manifest import NAME, Chunk, File, Manifest, SavedLeaf, parse_manifest, write_manifest
+from fds.storage.format.tensors import DTYPES, as_bytes, header, record_event, write_at
+from fds.storage.loading import fill
+from fds.storage.matching import MatchOptions
+from fds.storage.ranks.draft import Draft, SaveOptions
+from fds.storage.ranks.exchange import Ranks
+from fds.storage.ranks.leaf_parts import LeafPart, nearest_version, parts_of
+from fds.storage.ranks.local import check_parts_agree, merge
+from fds.storage.ranks.sharing import AllLeaves, all_pieces
+from fds.storage.source import placed_chunks, save_source
+
+MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
+BROUGHT = header([])  # of a file of chunks from other nodes, which only the manifest names
+
+Entry = tuple[str, int]  # id of a start of the ranks, calls made
+Key = tuple[str, int]  # file and offset of a chunk
+
+
+@attrs.frozen
+class Shelf:
+    """The shelf of a run on this node."""
+
+    folder: Path
+    id: str  # the same for all ranks that see this folder
+
+    @classmethod
+    def of(cls, dir: Path, run: str, root: Path | None = None) -> Shelf:
+        """Open the shelf of a run in `dir`, and remove what other runs in `dir` have left.
+
+        Raises `StorageError` if it cannot be written, or is another user's.
+        """
+        root = root or (MEMORY if MEMORY.is_dir() else Path("/tmp"))
+        place = root / f"fds-{os.getuid()}-{hashlib.blake2b(os.fsencode(dir.resolve()), digest_size=8).hexdigest()}"
+        with write_errors(root, "shelf"):
+            root.mkdir(parents=True, exist_ok=True)
+            place.mkdir(mode=0o700, exist_ok=True)
+            about = os.lstat(place)
+            if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():  # in /dev/shm anybody may make names
+                raise refusal("the shelf of this run is not a folder of this user", str(place), want="remove it")
+            for other in place.iterdir():
+                if other.name != run:
+                    shutil.rmtree(other, ignore_errors=True)
+            (place / run).mkdir(exist_ok=True)
+            about = os.stat(place / run)
+        return cls(place / run, f"{_boot()}.{about.st_dev}.{about.st_ino}")
+
+    def leave(self, state: State, step: Step, union: AllLeaves, start: str, made: str) -> None:
+        """Write what this rank holds of a state; no other rank needs to live.
+
+        Args:
+            union: all leaves, which the ranks have agreed on while all of them lived.
+            start: the id of this start of the ranks, equal on all of them.
+            made: when the state was made: ISO 8601, in UTC.
+
+        Raises `StorageError`, for a full memory too.
+        """
+        ranks = Ranks.of(step, "fds.elastic.run")
+        parts, calls = parts_of(state, ranks), int(state.calls)
+        entry = self.folder / f"{start}.{calls:08d}"
+        new, place, tag = entry / f".new{ranks.index}", entry / f"rank{ranks.index}", f"step{calls:08d}"
+        options, composed = SaveOptions(None, "fail", local=True, take_over=False), tuple(map(repr, step.composition))
+        reached = record_event(part.tensor for part in parts.values())
+        draft = Draft(
+            new, place, tag, made, self.folder.name, calls, composed, {}, parts, union, ranks, options, {}, reached
+        )
+        with write_errors(self.folder, "shelf"):
+            unpublished(new, tag).mkdir(parents=True)
+            claim = entry / f".of-{_digest(parts)}"
+            try:
+                os.close(os.open(claim, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:  # another rank of this node has the same, and writes it
+                return shutil.rmtree(new)
+            try:
+                write_manifest(unpublished(new, tag), draft.manifest([draft.write(writer.write)]))
+                os.rename(unpublished(new, tag), place)
+            except BaseException:
+                claim.unlink()
+                raise
+            finally:
+                shutil.rmtree(new)
+
+    def clear(self, but: str = "") -> None:
+        """Remove all that was left here, but by the start of this id. Ranks of a node may do so at once."""
+        for entry in self.folder.glob("*.*"):
+            if entry.is_dir() and not (but and entry.name.startswith(f"{but}.")):
+                shutil.rmtree(entry, ignore_errors=True)
+
+    def parts(self, entry: Entry) -> dict[str, Path]:
+        """Return the folders of an entry by the name of the file that each has."""
+        folder = self.folder / f"{entry[0]}.{entry[1]:08d}"
+        return {f"{p.parent.name}.safetensors": p.parent for p in sorted(folder.glob(f"rank*/{NAME}"))}
+
+    def entries(self) -> list[Entry]:
+        """Return what was left here."""
+        names = [p.name.partition(".") for p in self.folder.glob("*.*") if p.is_dir()]
+        return sorted((start, int(calls)) for start, _, calls in names)
+
+
+@attrs.frozen(eq=False)
+class Pieces:
+    """The newest state that lies on the shelves of the nodes that are there, from the point of view of a rank."""
+
+    shelf: Shelf
+    everyone: Axis  # all ranks, also those that will hold nothing of the state
+    entry: Entry
+    shelves: list[str]  # the id of each rank's shelf
+    files: dict[str, list[str]]  # the shelves that have each file
+    manifests: list[Manifest]
+
+    @property
+    def calls(self) -> int:
+        """The calls that were made."""
+        return self.entry[1]
+
+    @property
+    def made(self) -> str:
+        """When the state was made: ISO 8601, in UTC."""
+        return min(manifest.saved for manifest in self.manifests)
+
+    @classmethod
+    def newest(cls, shelf: Shelf, everyone: Axis, after: int) -> Pieces | None:
+        """Return the newest state of more than `after` calls that the shelves cover, None if there is none.
+
+        All ranks call it, and get the same. Raises `StorageError`, on every rank, for a part that cannot be read.
+        """
+        ranks = Ranks(everyone if everyone.size > 1 else None, "fds.elastic.run", everyone.index)
+        with ranks.together() as exchange:
+            exchange.mine = [shelf.id, [entry for entry in shelf.entries() if entry[1] > after]]
+        shelves = [id for id, _ in exchange.all]
+        entries = {(start, calls) for _, entries in exchange.all for start, calls in entries}
+        for entry in sorted(entries, key=lambda entry: (-entry[1], entry[0])):
+            with ranks.together() as exchange:
+                leads = shelves.index(shelf.id) == everyone.index
+                parts = shelf.parts(entry) if leads else {}
+                exchange.mine = {file: (folder / NAME).read_text() for file, folder in parts.items()}
+            files = {
+                file: [id for id, texts in zip(shelves, exchange.all, strict=True) if file in texts]
+                for file in sorted({file for texts in exchange.all for file in texts})
+            }
+            texts = {file: text for texts in exchange.all for file, text in texts.items()}
+            manifests = [parse_manifest(texts[file], f"{shelf.folder}: {file}") for file in files]
+            for manifest in manifests:
+                check_parts_agree(manifest, manifests[0], str(manifest.part), str(manifests[0].part))
+            if manifests and all(_covers(leaf) for leaf in merge(manifests).leaves.values()):
+                return cls(shelf, everyone, entry, shelves, files, manifests)
+        return None
+
+    def bring(self, wanted: Mapping[str, LeafPart] | None = None) -> Manifest:
+        """Bring the chunks over that this node's ranks need, and return the manifest of what the node has then.
+
+        All ranks call it; `wanted` is what this rank will hold, None for nothing.
+        """
+        mine = self.shelf.id
+        near = {file for file, ids in self.files.items() if mine in ids}
+        merged = merge(self.manifests, near)
+        chunks = ((c, size) for c, size in _needed(merged, wanted or {}) if c.file not in near)
+        needs = sorted({(c.file, c.offset): size for c, size in chunks}.items())
+        asked = self.everyone.exchange([[*key, size] for key, size in needs], "pieces that are needed")
+        bring = dict[str, dict[Key, int]]()  # by shelf: chunks, and their sizes in bytes
+        for id, rows in zip(self.shelves, asked, strict=True):
+            bring.setdefault(id, {}).update({(file, offset): size for file, offset, size in rows})
+        for id in dict.fromkeys(self.shelves):
+            self._carry(id, sorted(bring[id].items()))
+        self.everyone.barrier()
+        at, placed = len(BROUGHT), dict[Key, int]()
+        for key, size in sorted(bring[mine].items()):
+            placed[key] = at
+            at += size
+        moved = lambda c: attrs.evolve(c, file=_brought(mine), offset=placed[c.file, c.offset])
+        leaves = {
+            name: attrs.evolve(leaf, chunks=tuple(moved(c) if (c.file, c.offset) in placed else c for c in leaf.chunks))
+            for name, leaf in merged.leaves.items()
+        }
+        files = merged.files | {_brought(mine): File(at, writer.checksum(BROUGHT))}
+        return attrs.evolve(merged, leaves=leaves, files=files)
+
+    def load(self, step: Step, params: Any) -> State:
+        """Return the state; the ranks of the step call it, while the others call `bring`."""
+        ranks = Ranks.of(step, "fds.elastic.run")
+        with ranks.together():
+            wanted = parts_of(step.structure(params), ranks)
+        manifest = self.bring(wanted)
+        with ranks.together():
+            parts = self.shelf.parts(self.entry)
+            folders = [OpenFolder.of(p) for p in (*parts.values(), self._folder) if p.is_dir()]
+        return fill(save_source(manifest, folders), step, params, MatchOptions(), ranks)
+
+    @property
+    def _folder(self) -> Path:
+        return self.shelf.folder / f"{self.entry[0]}.{self.entry[1]:08d}"
+
+    def _carry(self, id: str, chunks: list[tuple[Key, int]]) -> None:
+        """Send chunks to the first rank of a node, which writes them to one file. All ranks call it."""
+        to, rank = self.shelves.index(id), self.everyone.index
+        if not chunks:
+            return
+        with contextlib.ExitStack() as opened:
+            if rank == to:
+                self._folder.mkdir(exist_ok=True)
+                file = opened.enter_context(open(self._folder / _brought(id), "wb"))
+                file.write(BROUGHT)
+                file.flush()
+            end = len(BROUGHT)
+            for (name, offset), size in chunks:
+                source = self.shelves.index(self.files[name][0])
+                data = torch.empty(size, dtype=torch.uint8, device="cpu")
+                if rank == source:
+                    folder = self.shelf.parts(self.entry)[name]
+                    with open(folder / name, "rb") as part:
+                        part.seek(offset)
+                        part.readinto(data.numpy().data)  # compared with its checksum where it is read
+                    self.everyone.start_send(data.to(self.everyone.device), to).wait()
+                if rank == to:
+                    there = data.to(self.everyone.device)
+                    self.everyone.start_recv(there, source).wait()
+                    write_at(file.fileno(), as_bytes(there.cpu()), end)
+                end += size
+
+
+def _brought(id: str) -> str:
+    return f"brought-{hashlib.blake2b(id.encode(), digest_size=8).hexdigest()}.safetensors"
+
+
+def _needed(manifest: Manifest, wanted: Mapping[str, LeafPart]) -> Iterable[tuple[Chunk, int]]:
+    """Yield the chunks that have elements of parts, and their sizes in bytes."""
+    for name, part in wanted.items():
+        leaf = manifest.leaves.get(name) or manifest.leaves.get(nearest_version(name, manifest.leaves))
+        if leaf is None:
+            continue  # which `fill` says
+        itemsize, whole = DTYPES[leaf.dtype].itemsize, boxes.whole(leaf.shape)
+        if part.shape == leaf.shape:
+            boxed = part.by_box(part.tensor.reshape(-1) if part.has_boxes else part.tensor)
+            wants = [boxes.rectangles(box or whole, start, start + x.numel()) for box, start, x in boxed]
+        else:  # terms of a sum, of which there were more or fewer
+            wants = [boxes.rectangles(whole, 0, boxes.numel(whole))]
+        for placed in placed_chunks(leaf):
+            if any(boxes.shares(want, placed.rectangles) for want in wants):
+                yield placed.chunk, placed.chunk.length * itemsize
+
+
+def _covers(leaf: SavedLeaf) -> bool:
+    """Return whether chunks, of boxes that are apart, have all elements of a leaf."""
+    whole, count, ends = boxes.whole(leaf.shape), 0, dict[Box, int]()
+    for chunk in leaf.chunks:
+        box = chunk.box or whole
+        count += max(0, chunk.end - max(chunk.start, ends.get(box, 0)))
+        ends[box] = max(chunk.end, ends.get(box, 0))
+    return count == boxes.numel(whole)
+
+
+def _digest(parts: Mapping[str, LeafPart]) -> str:
+    """Return what tells from each other ranks that hold other elements."""
+    pieces = [(piece.name, piece.box, piece.start, piece.tensor.numel()) for piece in all_pieces(parts)]
+    return hashlib.blake2b(repr(pieces).encode(), digest_size=16).hexdigest()
+
+
+def _boot() -> str:
+    """Return what tells this node from others: containers of one node have it in common, and other file systems."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return os.uname().nodename
