@@ -50,12 +50,12 @@ class Finished:
     """What a run has come to on this rank.
 
     Attributes:
-        state: the last state; None on a rank that had no part at the end.
-        step: the step of that state.
+        state: the last state, a `State`; None on a rank that had no part at the end.
+        step: the step of that state; None there too.
     """
 
-    state: State | None = None
-    step: Step | None = None
+    state: Any = None
+    step: Any = None
 
 
 def run(
@@ -91,7 +91,8 @@ def run(
         save_every: the number of calls between saves, which are written in the background; by default only the end is
             saved.
         keep: how many saves to keep.
-        watch: called with the state and metrics of every call that all ranks have ended, as `fds.monitor(...)` is.
+        watch: called with the state and metrics of every call that all ranks have ended, as `fds.monitor(...)` is. A
+            start begins with the call that it goes on from, which may have been watched already.
         timeout: seconds that a rank waits for others before they count as lost: longer than a call, and all that
             `compose` and `watch` do. It has no effect if the program has called `fds.init_distributed`.
         shelf: where the ranks of a node leave what they hold, by default `/dev/shm`, its memory.
@@ -117,21 +118,20 @@ def run(
             )
         step, data = composed
         if pieces is not None:
-            state, made = pieces.load(step, params), pieces.made
+            made = Made(pieces.load(step, params), pieces.made, _tensors(pieces.extra))
         elif start.saved >= 0:
-            state, made = load(start.saves, step, params)[0], start.saved_at
+            made = Made(load(start.saves, step, params)[0], start.saved_at)
         else:
-            state, made = step.init(params, key=key), start.first
+            made = Made(step.init(params, key=key), start.first)
         parts = Ranks.of(step, "fds.elastic.run")
-        union = AllLeaves.of(parts_of(state, parts), parts)
+        union = AllLeaves.of(parts_of(made.state, parts), parts)
         source = "memory" if pieces is not None else "save" if start.saved >= 0 else "init"
-        lost = max(0.0, time.time() - seconds_of(made)) if start.again else 0.0
+        lost = max(0.0, time.time() - seconds_of(made.at)) if start.again else 0.0
         if everyone.index == 0:
             idle = everyone.size - start.count
-            event = start.event("start", int(state.calls), ranks=start.count, idle=idle, source=source)
+            event = start.event("start", int(made.state.calls), ranks=start.count, idle=idle, source=source)
             write_event(path, attrs.evolve(event, time=time.time() if start.again else began, lost_seconds=lost))
-        training = Training(start, step, union, [(state, made)])
-        return training.run(data, calls, save_every, keep, watch)
+        return Training(start, step, union, [made]).run(data, calls, save_every, keep, watch)
 
 
 @attrs.frozen(eq=False)
@@ -205,6 +205,23 @@ class Asked:
         self.now = True
 
 
+@attrs.frozen(eq=False)
+class Made:
+    """A state that this rank holds, when it was made, and the metrics of the call that made it, if `watch` wants them.
+
+    It may have been watched by some ranks, and not by others that were lost. So the next start watches it as well.
+    """
+
+    state: State
+    at: str
+    metrics: dict[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The metrics as JSON."""
+        return {name: x.item() for name, x in self.metrics.items() if isinstance(x, torch.Tensor) and x.numel() == 1}
+
+
 @attrs.define(eq=False)
 class Training:
     """A start of the ranks that train, on one of them."""
@@ -212,32 +229,31 @@ class Training:
     start: Start
     step: Step
     union: AllLeaves
-    held: list[tuple[State, str]]  # states that some rank may still need, the newest first, and when each was made
+    held: list[Made]  # states that some rank may still need, the newest first
 
     def run(self, data: Any, calls: int, save_every: int | None, keep: int, watch: Watch | None) -> Finished:
         """Train until the last call; leave the state on the shelf whatever ends it earlier."""
-        start, first = self.start, int(self.held[0][0].calls)
-        batches, metrics = _batches(data, first), None
+        start, first = self.start, int(self.held[0].state.calls)
+        batches = _batches(data, first)
         with Asked() as asked:
             try:
                 while True:
-                    state = self.held[0][0]
+                    state, metrics = self.held[0].state, self.held[0].metrics
                     if state.step.is_cuda:
                         torch.cuda.synchronize(state.step.device)  # a call has ended when its kernels have
                     made = start.boundary(asked, int(state.calls))
                     del self.held[1:]
-                    if metrics is not None:
-                        if made == first + 1:
-                            start.shelf.clear(but=start.id)  # of what this start went on from; others may leave theirs
-                        if watch is not None:
-                            watch(state, metrics)
+                    if made == first + 1:
+                        start.shelf.clear(but=start.id)  # of what this start went on from; others may leave theirs
+                    if watch is not None and metrics:
+                        watch(state, metrics)
                     if made >= calls:
                         break
                     if save_every is not None and made % save_every == 0 and made > max(0, start.saved):
                         save_async(start.saves, state, self.step, keep=keep)
                         self._write("save", made)
                     new, metrics = self.step(state, batches(state))
-                    self.held.insert(0, (new, now()))
+                    self.held.insert(0, Made(new, now(), metrics))
                     del new
                 if made > start.saved:
                     save(start.saves, state, self.step, keep=keep)
@@ -259,11 +275,11 @@ class Training:
     def _leave(self, error: BaseException) -> str:
         """Put the states that this rank has on the shelf, and say what was done; whatever fails is printed."""
         left, rank = [], self.start.everyone.index
-        for state, made in self.held:
-            if state.token.spent_at is None:  # a donating step has written over others
+        for made in self.held:
+            if made.state.token.spent_at is None:  # a donating step has written over others
                 try:
-                    self.start.shelf.leave(state, self.step, self.union, self.start.id, made)
-                    left.append(int(state.calls))
+                    self.start.shelf.leave(made.state, self.step, self.union, self.start.id, made.at, made.numbers)
+                    left.append(int(made.state.calls))
                 except (FdsError, OSError, RuntimeError) as failed:
                     print(f"fds: rank {rank} could not leave its state: {failed}", file=sys.stderr)
         reason = (error.what if isinstance(error, FdsError) else repr(error))[:200]
@@ -273,6 +289,10 @@ class Training:
         return (
             f"what this rank has of the state after call {' and '.join(map(str, left))} is on the shelf" if left else ""
         )
+
+
+def _tensors(numbers: dict[str, float]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None) for name, x in numbers.items()}
 
 
 def _batches(data: Any, first: int) -> Callable[[State], Any]:
@@ -295,8 +315,11 @@ def _stand_by(start: Start, calls: int) -> Finished:
     """Take part in every boundary without training, until the last call."""
     with Asked() as asked:
         try:
-            while start.boundary(asked, -1) < calls:
-                pass
+            first = made = start.boundary(asked, -1)
+            while made < calls:
+                made = start.boundary(asked, -1)
+                if made == first + 1:
+                    start.shelf.clear(but=start.id)
         except RankError as error:
             reason = error.what
             with contextlib.suppress(OSError):

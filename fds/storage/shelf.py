@@ -79,13 +79,16 @@ class Shelf:
             about = os.stat(place / run)
         return cls(place / run, f"{_boot()}.{about.st_dev}.{about.st_ino}")
 
-    def leave(self, state: State, step: Step, union: AllLeaves, start: str, made: str) -> None:
+    def leave(
+        self, state: State, step: Step, union: AllLeaves, start: str, made: str, extra: dict[str, Any] | None = None
+    ) -> None:
         """Write what this rank holds of a state; no other rank needs to live.
 
         Args:
             union: all leaves, which the ranks have agreed on while all of them lived.
             start: the id of this start of the ranks, equal on all of them.
             made: when the state was made: ISO 8601, in UTC.
+            extra: what else is left, a dict of JSON.
 
         Raises `StorageError`, for a full memory too.
         """
@@ -96,7 +99,20 @@ class Shelf:
         options, composed = SaveOptions(None, "fail", local=True, take_over=False), tuple(map(repr, step.composition))
         reached = record_event(part.tensor for part in parts.values())
         draft = Draft(
-            new, place, tag, made, self.folder.name, calls, composed, {}, parts, union, ranks, options, {}, reached
+            new,
+            place,
+            tag,
+            made,
+            self.folder.name,
+            calls,
+            composed,
+            extra or {},
+            parts,
+            union,
+            ranks,
+            options,
+            {},
+            reached,
         )
         with write_errors(self.folder, "shelf"):
             unpublished(new, tag).mkdir(parents=True)
@@ -151,6 +167,11 @@ class Pieces:
     def made(self) -> str:
         """When the state was made: ISO 8601, in UTC."""
         return min(manifest.saved for manifest in self.manifests)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What else a rank has left."""
+        return next((manifest.extra for manifest in self.manifests if manifest.extra), {})
 
     @classmethod
     def newest(cls, shelf: Shelf, everyone: Axis, after: int) -> Pieces | None:
@@ -265,7 +286,8 @@ def _needed(manifest: Manifest, wanted: Mapping[str, LeafPart]) -> Iterable[tupl
         itemsize, whole = DTYPES[leaf.dtype].itemsize, boxes.whole(leaf.shape)
         if part.shape == leaf.shape:
             boxed = part.by_box(part.tensor.reshape(-1) if part.has_boxes else part.tensor)
-            wants = [boxes.rectangles(box or whole, start, start + x.numel()) for box, start, x in boxed]
+            # of an empty part the file of the first element is looked at, as `Source.read` says
+            wants = [boxes.rectangles(box or whole, start, start + max(x.numel(), 1)) for box, start, x in boxed]
         else:  # terms of a sum, of which there were more or fewer
             wants = [boxes.rectangles(whole, 0, boxes.numel(whole))]
         for placed in placed_chunks(leaf):

@@ -1,0 +1,306 @@
+"""`fds.elastic.run`: runs that stop and go on with other ranks are the run that nothing disturbed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fds
+from fds.collectives import mesh
+from fds.elastic._run import Start
+from fds.errors import ElasticityError, FdsError, RankError, ResizeError
+from tests.elastic import job
+from tests.elastic.agents import undisturbed
+
+CALLS, SAVE_EVERY = 12, 5
+EPS = 2.0**-52
+
+
+class Lost(Exception):
+    """What ends a rank."""
+
+
+class Run:
+    """A run in a directory, on simulated ranks, that may be ended after a call."""
+
+    def __init__(self, root: Path, kind: str = "dp0"):
+        self.root, self.kind = root, kind
+        self.calls: dict[int, tuple[float, float]] = {}  # loss and rate of each call, as it was seen first
+        self.again: list[tuple[int, float]] = []  # losses of calls that were made again
+
+    def start(self, count: int, /, *, until: int = 0, nodes: tuple[int, ...] = (), **more: Any) -> list[Any]:
+        """Run on so many ranks; `until` is the call after which all raise, `nodes` the shelf of each rank."""
+
+        def on_rank() -> Any:
+            rank = mesh(ranks=-1).rank
+
+            def watch(state: fds.State, metrics: dict[str, Any]) -> None:
+                calls, loss = int(state.calls), float(metrics["loss"])
+                if rank == 0 and calls in self.calls:
+                    self.again.append((calls, loss))
+                elif rank == 0:
+                    self.calls[calls] = loss, float(metrics["lr"])
+                if calls == until:
+                    raise Lost
+
+            arguments: dict[str, Any] = {"calls": CALLS, "key": 3, "save_every": SAVE_EVERY, "watch": watch}
+            arguments["shelf"] = self.root / "shelves" / f"{nodes[rank] if nodes else 0}"
+            compose = lambda ranks: job.compose(self.kind, ranks)
+            try:
+                return fds.elastic.run(self.root / "run", compose, job.model().init, **(arguments | more))
+            except Lost:
+                return "lost"
+
+        return fds.simulate(on_rank, count)
+
+    @property
+    def sources(self) -> list[tuple[int, str, int]]:
+        """Of each start: calls, where its state was from, ranks."""
+        return [(e.calls, e.source, e.ranks) for e in fds.elastic.read_history(self.root / "run").starts]
+
+    def check(self) -> None:
+        """Losses and rates are those of the run that nothing disturbed, to rounding."""
+        want = undisturbed(self.kind, CALLS)
+        assert self.calls.keys() == want.keys()
+        additions = 16 * job.BATCH * CALLS  # of each loss and gradient, in another order, once a call
+        for calls, (loss, rate) in self.calls.items():
+            assert rate == want[calls][1]
+            assert abs(loss - want[calls][0]) <= additions * EPS * abs(want[calls][0])
+        assert all(abs(loss - want[calls][0]) <= additions * EPS * abs(loss) for calls, loss in self.again)
+
+
+@pytest.mark.parametrize("kind", job.KINDS)
+def test_a_run_goes_on_with_other_ranks_from_memory(tmp_path, kind):
+    run = Run(tmp_path, kind)
+    for ranks, until in ((4, 3), (2, 7), (3, 8), (1, 0)):
+        run.start(ranks, until=until)
+    assert run.sources == [(0, "init", 4), (3, "memory", 2), (7, "memory", 3), (8, "memory", 1)]
+    run.check()
+    assert [calls for calls, _ in run.again] == [3, 7, 8]  # with which starts began
+
+
+@pytest.mark.parametrize("kind", ["dp2", "pp1", "tp0"])
+def test_pieces_come_from_other_nodes_to_those_that_need_them(tmp_path, kind):
+    run = Run(tmp_path, kind)
+    run.start(4, until=3, nodes=(0, 1, 2, 3))
+    run.start(4, nodes=(3, 2, 1, 0), ranks=(1, 3))  # the last rank does not train, and its node has pieces
+    assert run.sources[-1] == (3, "memory", 3)
+    run.check()
+
+
+def test_copies_suffice_and_else_the_last_save_is_taken(tmp_path):
+    for kind, want in (("dp0", (7, "memory", 2)), ("dp1", (5, "save", 2)), ("hybrid", (7, "memory", 2))):
+        run = Run(tmp_path / kind, kind)
+        run.start(4, until=7, nodes=(0, 1, 2, 3))
+        shutil.rmtree(tmp_path / kind / "shelves" / "0")
+        run.start(2, nodes=(1, 2) if kind == "dp0" else (2, 3))
+        assert run.sources == [(0, "init", 4), want], kind
+        run.check()
+        assert [calls for calls, _ in run.again] == ([6, 7] if kind == "dp1" else [7])
+
+
+def test_a_save_that_is_newer_than_memory_is_taken(tmp_path):
+    run = Run(tmp_path)
+    run.start(2, until=3)
+    shutil.copytree(tmp_path / "shelves", tmp_path / "old")
+    run.start(2, until=6)
+    shutil.rmtree(tmp_path / "shelves")
+    shutil.copytree(tmp_path / "old", tmp_path / "shelves")
+    run.start(1)
+    assert run.sources == [(0, "init", 2), (3, "memory", 2), (5, "save", 1)]
+    run.check()
+
+
+def test_pieces_of_two_starts_are_not_put_together(tmp_path):
+    run = Run(tmp_path, "dp1")
+    run.start(4, until=3, nodes=(0, 1, 2, 3))
+    shutil.copytree(tmp_path / "shelves" / "0", tmp_path / "old")
+    shutil.rmtree(tmp_path / "shelves")
+    run.start(4, until=3, nodes=(0, 1, 2, 3))
+    for place in (tmp_path / "shelves" / "0", tmp_path / "old"):
+        (entry,) = place.glob("*/*/*.00000003")
+        if place.name == "old":
+            shutil.copytree(entry, next((tmp_path / "shelves" / "0").glob("*/*")) / entry.name)
+        else:
+            shutil.rmtree(entry)
+    run.start(2, nodes=(0, 1))
+    assert run.sources[-1] == (0, "init", 2)
+    run.check()
+
+
+def test_ranks_beyond_those_that_share_the_batch_wait(tmp_path):
+    run = Run(tmp_path)
+    finished = run.start(3, ranks=(1, 2, 4))
+    assert [each.state is not None for each in finished] == [True, True, False]
+    (event,) = fds.elastic.read_history(tmp_path / "run").starts
+    assert (event.ranks, event.idle) == (2, 1)
+    run.check()
+
+
+def test_a_finished_run_gives_its_state_and_makes_no_call(tmp_path):
+    run = Run(tmp_path)
+    (first,) = run.start(1)
+    seen = dict(run.calls)
+    (second,) = run.start(1)
+    assert int(second.state.calls) == CALLS and run.calls == seen and not run.again
+    want = first.step.params(first.state)
+    for name, x in second.step.params(second.state).items():
+        assert x.equal(want[name])
+    assert not list((tmp_path / "shelves").glob("*/*/*/*/*"))
+
+
+def alone(root: Path, **more: Any) -> fds.elastic.Finished:
+    arguments: dict[str, Any] = {"calls": CALLS, "key": 3, "shelf": root / "shelf"}
+    compose = lambda count: job.compose("dp0", count)
+    return fds.elastic.run(root / "run", compose, job.model().init, **(arguments | more))
+
+
+def test_sigterm_is_noticed_in_every_start_and_the_handler_is_put_back(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    for calls in (2, 4, 7):
+
+        def ask(state: fds.State, metrics: Any, calls: int = calls) -> None:
+            if int(state.calls) == calls:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with pytest.raises(ResizeError, match="rank 0 of 1 were asked to stop"):
+            alone(tmp_path, watch=ask)
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert int(alone(tmp_path).state.calls) == CALLS
+    assert [e.calls for e in fds.elastic.read_history(tmp_path / "run").starts] == [0, 3, 5, 8]
+
+
+def donating(count: int) -> tuple[fds.Step, Any]:
+    data = mesh(dp=-1)["dp"]
+    loader = job.compose("dp0", count)[1]
+    return fds.compose(fds.shard_optimizer(data, stage=0), fds.adamw(1e-3), fds.donate())(job.model()), loader
+
+
+@pytest.mark.parametrize(("compose", "left"), [(lambda count: job.compose("dp0", count), [4, 3]), (donating, [4])])
+def test_a_rank_that_is_lost_at_a_boundary_leaves_this_state_and_the_one_before_unless_it_was_donated(
+    tmp_path, monkeypatch, compose, left
+):
+    passed = Start.boundary
+
+    def boundary(start: Start, asked: Any, calls: int) -> int:
+        if calls == 4:
+            raise RankError("rank 1 was lost", where="rank 0")
+        return passed(start, asked, calls)
+
+    arguments: dict[str, Any] = {"calls": 6, "shelf": tmp_path / "shelf"}
+    monkeypatch.setattr(Start, "boundary", boundary)
+    with pytest.raises(ResizeError, match="rank 1 was lost") as caught:
+        fds.elastic.run(tmp_path / "run", compose, job.model().init, **arguments)
+    monkeypatch.undo()
+    assert caught.value.hint.startswith(f"what this rank has of the state after call {' and '.join(map(str, left))} is")
+    entries = {int(path.suffix[1:]) for path in (tmp_path / "shelf").glob("*/*/*.????????")}
+    assert entries == set(left)
+    fds.elastic.run(tmp_path / "run", compose, job.model().init, **arguments)
+    assert [e.calls for e in fds.elastic.read_history(tmp_path / "run").starts] == [0, 4]
+
+
+def test_a_step_that_fails_leaves_the_state_before_it(tmp_path):
+    step, loader = job.compose("dp0", 1)
+    fails = [True]
+
+    def batch(state: fds.State) -> Any:
+        x, y = next(iter(loader.starting(state.calls)))
+        return (x[:, :5], y) if int(state.calls) == 4 and fails else (x, y)
+
+    arguments: dict[str, Any] = {"calls": 6, "shelf": tmp_path / "shelf"}
+    for _ in range(2):  # the second time what was left is left again
+        with pytest.raises(Exception, match="shapes"):
+            fds.elastic.run(tmp_path / "run", lambda count: (step, batch), job.model().init, **arguments)
+    fails.clear()
+    fds.elastic.run(tmp_path / "run", lambda count: (step, batch), job.model().init, **arguments)
+    assert [e.calls for e in fds.elastic.read_history(tmp_path / "run").starts] == [0, 4, 4]
+
+
+def test_a_shelf_that_cannot_be_written_costs_the_state_and_not_the_error(tmp_path, capsys):
+    def fill(state: fds.State, metrics: Any) -> None:
+        if int(state.calls) == 3:
+            shutil.rmtree(tmp_path / "shelf")
+            (tmp_path / "shelf").write_text("not a folder")
+            raise Lost
+
+    with pytest.raises(Lost):
+        alone(tmp_path, watch=fill)
+    assert "could not leave its state" in capsys.readouterr().err
+    (tmp_path / "shelf").unlink()
+    assert int(alone(tmp_path).state.calls) == CALLS
+
+
+def test_a_new_run_in_the_directory_of_another_takes_nothing_of_its_memory(tmp_path):
+    def end(state: fds.State, metrics: Any) -> None:
+        if int(state.calls) == 3:
+            raise Lost
+
+    with pytest.raises(Lost):
+        alone(tmp_path, watch=end)
+    shutil.rmtree(tmp_path / "run")
+    alone(tmp_path, calls=4)
+    assert [e.source for e in fds.elastic.read_history(tmp_path / "run").starts] == ["init"]
+
+
+def test_a_foreign_shelf_is_refused(tmp_path):
+    alone(tmp_path, calls=1)
+    (place,) = (tmp_path / "shelf").iterdir()
+    shutil.rmtree(place)
+    (tmp_path / "elsewhere").mkdir()
+    place.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FdsError, match="not a folder of this user"):
+        alone(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        ({"calls": -1}, "calls"),
+        ({"calls": 2.5}, "calls"),
+        ({"ranks": ()}, "ranks"),
+        ({"ranks": (1, 0)}, "ranks"),
+        ({"ranks": "4"}, "ranks"),
+        ({"save_every": 0}, "save_every"),
+        ({"keep": 0}, "keep"),
+        ({"watch": 3}, "watch"),
+        ({"timeout": 0}, "timeout"),
+        ({"ranks": (2, 4)}, ""),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path, arguments, where):
+    with pytest.raises(ElasticityError) as caught:
+        alone(tmp_path, **arguments)
+    assert caught.value.where == where
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_compose_returns_is_checked(tmp_path):
+    step, loader = job.compose("dp0", 1)
+    composed: Any
+    for composed in (step, (loader, step), (step, [1, 2])):
+        compose: Any = lambda count, it=composed: it
+        with pytest.raises(ElasticityError):
+            fds.elastic.run(tmp_path / "run", compose, job.model().init, calls=1, shelf=tmp_path)
+
+
+def test_a_history_is_what_was_lost_of_the_time():
+    event = fds.elastic.Event
+    history = fds.elastic.History(
+        (
+            event("start", 100.0, 0, "a", ranks=2, source="init"),
+            event("stop", 150.0, 40, "a", reason="rank 1 was lost"),
+            event("start", 160.0, 40, "a", ranks=1, source="memory", lost_seconds=10.0),
+            event("end", 200.0, 80, "a"),
+            event("start", 1000.0, 80, "b", ranks=1, source="save"),
+            event("end", 1100.0, 180, "b"),
+        )
+    )
+    assert (history.seconds, history.lost_seconds, history.goodput) == (200.0, 10.0, 0.95)
+    assert str(history).startswith("3 starts, 10.0 s lost, goodput 95.0%\nstart call 0, 2 ranks, from init")
+    with pytest.raises(FdsError, match="no elastic run"):
+        fds.elastic.read_history("/nowhere")
