@@ -154,7 +154,7 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def nodes(root: Path, kind: str, calls: int, pause: float = 0.2, **more: Any) -> Iterator[Nodes]:
+def nodes(root: Path, kind: str, calls: int, pause: float = 0.4, **more: Any) -> Iterator[Nodes]:
     """Yield a job without nodes; at the end, kill whatever runs."""
     ours, theirs = ranks.forkserver.Pipe()
     store = ranks.forkserver.Process(target=host, args=(theirs,), daemon=True)
