@@ -51,16 +51,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         ranks.launch(make, folder, layers, width)
         size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-        seconds = ranks.launch(time_in_turns, folder, rounds)[0]
+        ours, theirs = ranks.launch(time_in_turns, folder, (INIT, RAW), rounds)[0]
+        one, same = ranks.launch(time_in_turns, folder, (RAW, RAW), rounds)[0]
         weighed = {name: ranks.launch(weigh, folder, name)[0] for name in WAYS}
-    ratio, low, high = _ratio(seconds["A"], seconds[RAW])
-    again, low_again, high_again = _ratio(seconds["B"], seconds[RAW])
+    ratio, low, high = _ratio(ours, theirs)
+    again, low_again, high_again = _ratio(one, same)
     interval = lambda low, high: f"{low:.3f} to {high:.3f}"
-    ms = lambda name: f"{1000 * float(np.median(seconds[name])):.1f}"
+    ms = lambda seconds: f"{1000 * float(np.median(seconds)):.1f}"
     verdict = report.verdict(TIME_AT_MOST, low <= TIME_AT_MOST)
     times = [
-        [INIT, RAW, ms("A"), ms(RAW), f"{ratio:.3f}", interval(low, high), verdict],
-        [RAW, "itself anew (A/A)", ms("B"), ms(RAW), f"{again:.3f}", interval(low_again, high_again), ""],
+        [INIT, RAW, ms(ours), ms(theirs), f"{ratio:.3f}", interval(low, high), verdict],
+        [RAW, "itself anew (A/A)", ms(one), ms(same), f"{again:.3f}", interval(low_again, high_again), ""],
     ]
     memory = []
     for name, x in weighed.items():

@@ -110,12 +110,11 @@ def weigh(folder: str, name: str) -> Weighed:
     return Weighed(*most.tolist())
 
 
-def time_in_turns(folder: str, rounds: int) -> dict[str, list[float]]:
-    """Run on every rank: return the seconds of the slowest rank, round by round."""
-    calls = {"A": initialise(folder), RAW: read_raw(folder), "B": read_raw(folder)}
-    one = lambda call: lambda: lambda: _let_go(call())
-    turns = ranks.take_turns({name: one(call) for name, call in calls.items()}, rounds=rounds, first_calls=2, turn=0)
-    return turns.seconds
+def time_in_turns(folder: str, names: tuple[str, str], rounds: int) -> list[list[float]]:
+    """Run on every rank: return the seconds of the slowest rank, round by round, of two ways in turned order."""
+    calls = {str(i): WAYS[name](folder) for i, name in enumerate(names)}
+    make = {i: lambda call=call: lambda: _let_go(call()) for i, call in calls.items()}
+    return list(ranks.take_turns(make, rounds=rounds, first_calls=2, turn=0).seconds.values())
 
 
 def _let_go(x: Any) -> torch.Tensor:
