@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.collectives import Axis
+from fds.collectives.functional import copy_in
 from fds.errors import ComposeError, is_a
 from fds.layout import Segment
 from fds.step.placements import Local, Owned, Placement, Range, Replicated, SplitDim
@@ -382,6 +383,25 @@ class Dimensions:
         for entry in self.entries if summed else (entry for entry in self.entries if not entry.batches):
             counted = [a and b for a, b in zip(counted, entry.placement.counts(firsts), strict=True)]
         return counted
+
+    def read_by(self, name: str, other: str, x: Tensor) -> Tensor:
+        """Return a parameter as the view of another one, called `name`, reads it.
+
+        Where ranks have terms of the gradient that the view passes on, and must have it alike, it is their sum.
+        Raises `ComposeError` where they have alike what would be summed once more.
+        """
+        for axis, placement in self.differing:
+            viewed, read = placement.lies(name), placement.lies(other)
+            if read == Replicated("same") and (isinstance(viewed, SplitDim) or viewed == Replicated("sum")):
+                x = copy_in(x, axis)
+            elif read == Replicated("sum") and viewed == Replicated("same"):
+                raise ComposeError(
+                    "a view has the same gradient on all ranks, for a parameter of which they sum gradients",
+                    where=f"station 'view', {name}",
+                    got=f"{other}: {read} along {axis.name!r}",
+                    want=f"a parameter that lies as {name} does: {viewed}",
+                )
+        return x
 
     def is_late(self, name: str) -> bool:
         """Say whether other ranks add to the gradient of a parameter after backward; see `add_up`."""

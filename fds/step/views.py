@@ -5,8 +5,9 @@ called with that, before all other views. Both take `meta` tensors. One whose at
 some rows of a parameter, along its first dim, and returns those of the whole: then no rank has all of it in memory.
 
 A view that has a method `reads(leaf, call)` names other parameters (scores, steps of a grid, factors of low rank): it
-is called with them too, as the loss would see them without views, and its gradient goes to all of them. It may name its
-own parameter, to look at it as no view before has changed it.
+is called with them too, as the loss would see them without views, and its gradient goes to all of them: of one that
+ranks hold alike, the sum of what they have where they view pieces. It may name its own parameter, to look at it as no
+view before has changed it.
 
 One that has a method `check(shapes)` is called with the whole shapes of all parameters, by name, before a state is
 made, and raises an `FdsError` for those that it cannot view.
@@ -121,13 +122,14 @@ class Cut:
 
     leaf: Tensor
     back: Back
+    reads: bool  # whether views pass gradients on to other parameters, too
 
     @classmethod
-    def of(cls, leaf: Tensor, run: Callable[[Tensor], None]) -> Cut:
+    def of(cls, leaf: Tensor, run: Callable[[Tensor], None], *, reads: bool) -> Cut:
         """Make the gradient of a leaf go to `run` when it arrives."""
         back = Back(run)  # which does not hold the leaf: no cycle
         autodiff.on_gradient(leaf, back)
-        return cls(leaf, back)
+        return cls(leaf, back, reads)
 
     def end_piece(self) -> None:
         """Note that a piece of backward that uses the parameter is over."""
@@ -205,7 +207,7 @@ class Views:
             inputs = [p, *(contracts.read_by_view(names, other, name) for other in read)]
             x, run = self._shown(inputs, view, on_use, runs, plain=plain, apart=self.apart or in_pieces)
             if run is not None:
-                cuts[name] = Cut.of(x, run)
+                cuts[name] = Cut.of(x, run, reads=any(other.requires_grad for other in inputs[1:]))
             shown.append(x)
         return build(shown), cuts
 
@@ -249,7 +251,9 @@ class Views:
             call = setting.at(view, "view", i, leaf.name)
             return call if runs is None else runs.noting(call, leaf.name)
 
-        x = apply_views(self.functions, leaf, {leaf.name: x, **dict(zip(names, others, strict=True))}, at)
+        dimensions = setting.record.dimensions
+        read = {name: dimensions.read_by(leaf.name, name, x) for name, x in zip(names, others, strict=True)}
+        x = apply_views(self.functions, leaf, {leaf.name: x, **read}, at)
         if runs is not None:
             runs.end(leaf.name)
         return x

@@ -148,7 +148,7 @@ class Stage:
                 self._end_piece(i, piece)
             del self.cuts[i]
 
-        self.add(run, last=last, in_parts=self.ties)
+        self.add(run, last=last, in_parts=self._in_parts(i))
         return list(current[0])
 
     def backward_input(self, i: int, grads: Grads) -> list[Tensor | None]:
@@ -173,7 +173,7 @@ class Stage:
                 current[0] = self._backward(i, piece, current[0])
                 self._end_piece(i, piece)
 
-        self.add(run, last=False, in_parts=self.ties)
+        self.add(run, last=False, in_parts=self._in_parts(i))
         return list(current[0])
 
     def backward_weight(self, i: int, *, last: bool) -> None:
@@ -187,7 +187,11 @@ class Stage:
                 self._end_piece(i, piece)
             del self.cuts[i]
 
-        self.add(run, last=last, in_parts=self.ties)
+        self.add(run, last=last, in_parts=self._in_parts(i))
+
+    def _in_parts(self, i: int) -> bool:
+        """Say whether a parameter's gradient may come in parts: where layers share one, or views of several read it."""
+        return self.ties or any(cut.reads for cut in self.cuts[i].values())
 
     def _leaves(self, i: int) -> list[Tensor]:
         """Return where the gradients of microbatch `i` arrive: the trained parameters, or what is cut off from them."""
