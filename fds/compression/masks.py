@@ -158,13 +158,21 @@ def is_share(x: Any) -> bool:
 
 
 def row_scores(weight: Tensor) -> Tensor:
-    """Return the sum of magnitudes of each row, (rows,): of a linear layer's output or a convolution's channel."""
-    return torch.linalg.vector_norm(matrix(weight), ord=1, dim=1)
+    """Return the sum of magnitudes of each row, (rows,): of a linear layer's output or a convolution's channel.
+
+    It is of float64, in which the sum of numbers of 32 bits is the same in any order, but for its last bits.
+    """
+    return torch.linalg.vector_norm(matrix(weight), ord=1, dim=1, dtype=torch.float64)
 
 
 def head_scores(weight: Tensor, num_heads: int) -> Tensor:
     """Return the sum of magnitudes of the columns of each head, (num_heads,), of an output projection (d, columns)."""
-    return row_scores(weight.t().reshape(num_heads, -1))
+    return head_sums(row_scores(weight.t()), num_heads)
+
+
+def head_sums(columns: Tensor, num_heads: int) -> Tensor:
+    """Return the sum over the columns of each head, (num_heads,), of numbers (columns,)."""
+    return columns.view(num_heads, -1).sum(1)
 
 
 def density_at(t: Tensor, density: float, offset: int, end: int, curve: Curve = "cubic") -> Tensor:

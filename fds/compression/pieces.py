@@ -1,11 +1,12 @@
 """Parameters that the ranks of a step have parts of, or of their own: what a mask of all of them must know.
 
-Where a tensor axis cuts a weight, this rank's piece of its mask; every rank holds the mask whole.
+Every rank holds a mask whole. Where an axis cuts a weight, ranks put together what they compare, and each takes its
+part of the mask; in the calls that make masks alone, so that in others nothing is sent.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from fds.compression import masks
 from fds.errors import ComposeError
-from fds.layout import Leaf
 from fds.step import Call, Placement, SplitDim
 
 
@@ -23,63 +23,63 @@ def counts(call: Call) -> bool:
     return local is None or local.index == 0
 
 
-def cuts_of(name: str, call: Call) -> list[tuple[Placement, SplitDim]]:
-    """Return how axes whose ranks have parts of parameters cut this one, with the placement of each such axis."""
-    return [
-        (entry.placement, lies)
-        for entry in call.dimensions.entries
-        if entry.axis is not None and entry.axis.size > 1 and not entry.placement.owns
-        for lies in [entry.placement.lies(name)]
-        if isinstance(lies, SplitDim)
-    ]
-
-
 @attrs.frozen(eq=False)
 class Piece:
-    """What this rank holds of a weight; `shape` is that of the whole one."""
+    """What this rank has of a parameter; `shape` is that of all of it."""
 
-    placement: Placement
     name: str
     shape: tuple[int, ...]
+    placements: tuple[Placement, ...]  # along the axes that cut it, the first one first; none where it is whole
 
     @classmethod
-    def of(cls, leaf: Leaf, call: Call, together: int) -> Piece | None:
-        """Return this rank's piece, None of a weight that is whole here.
+    def of(cls, name: str, shape: Sequence[int], call: Call) -> Piece:
+        """Return this rank's piece of a parameter, given the shape that it has here.
 
-        `together` is how many numbers of a row are compared with one another, 0 for more.
-
-        Raises `ComposeError` where a mask of the piece cannot be made of the piece alone.
+        Raises `ComposeError` where ranks that pass other batches have pieces: they do not meet while the loss runs.
         """
-        cut = cuts_of(leaf.name, call)
-        if not cut:
-            return None
-        placement, lies = cut[0]
-        axis, shape = placement.axis, placement.shapes({leaf.name: leaf.shape})[leaf.name]
-        assert axis is not None
-        width = math.prod(shape[lies.dim + 1 :])
-        starts = [
-            first * width
-            for index in range(axis.size)
-            for first, _ in lies.ranges(shape[lies.dim], axis.size, index)
-            if lies.dim
-        ]
-        if not together or len(cut) > 1 or any(start % math.lcm(masks.BITS, together) for start in starts):
-            raise ComposeError(
-                "prune_weights compares numbers of a weight that are on several ranks",
-                where=f"{leaf.name} {shape}",
-                got=f"dim {lies.dim} cut by {axis.name!r}",
-                want=f'block="2:4" where ranks hold whole rows, or multiples of {masks.BITS} columns; '
-                "or excluded=... with such weights",
-            )
-        return cls(placement, leaf.name, shape)
+        lying: list[Placement] = []
+        for entry in call.dimensions.entries:
+            placement, axis = entry.placement, entry.axis
+            if axis is None or axis.size == 1 or placement.owns or not isinstance(placement.lies(name), SplitDim):
+                continue
+            if not entry.repeats:
+                raise ComposeError(
+                    "ranks that pass other batches have pieces of what is pruned, and a mask is of all of it",
+                    where=name,
+                    got=f"{entry!r:.80}",
+                    want="excluded=... with this one",
+                )
+            lying.append(placement)
+        shapes = {name: tuple(shape)}
+        for placement in reversed(lying):
+            shapes = placement.shapes(shapes)
+        return cls(name, shapes[name], tuple(lying))
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's piece of a mask (rows, numbers of a row), of the shape of its weight."""
-        return self.placement.cut(self.name, whole.view(self.shape))
+        """Return this rank's piece of a tensor that multiplies the whole parameter, elementwise."""
+        whole = whole.expand(self.shape) if self.placements else whole
+        for placement in self.placements:
+            whole = placement.cut(self.name, whole)
+        return whole
 
-    def whole(self, piece: Tensor) -> Tensor:
-        """Return the mask (rows, numbers of a row) that has this piece, and False in the place of others'."""
-        count = math.prod(self.shape)
-        index = self.placement.cut(self.name, torch.arange(count, device=piece.device).view(self.shape))
-        flat = torch.zeros(count, dtype=torch.bool, device=piece.device)
-        return masks.matrix(flat.index_copy(0, index.flatten(), piece.flatten()).view(self.shape))
+    def whole(self, x: Tensor) -> Tensor:
+        """Return the whole of which every rank has a piece, without its gradient; all ranks call this."""
+        by_name = {self.name: x.detach()}
+        for placement in reversed(self.placements):
+            by_name = placement.collect(by_name)
+        return by_name[self.name]
+
+    def sums(self, x: Tensor, dim: int) -> Tensor:
+        """Return the sums of magnitudes of the whole at each index along a dim, float64; all ranks call this."""
+        sums = masks.row_scores(x.detach().movedim(dim, 0))
+        if not self.placements:
+            return sums
+        index = torch.arange(self.shape[dim], device=x.device).view(-1, *[1] * (x.dim() - 1)).movedim(0, dim)
+        for placement in self.placements:
+            lies = placement.lies(self.name)
+            index = placement.cut(self.name, index) if isinstance(lies, SplitDim) and lies.dim == dim else index
+        sums = sums.new_zeros(self.shape[dim]).index_copy_(0, index.flatten(), sums)
+        for placement in self.placements:
+            assert placement.axis is not None
+            sums = placement.axis.all_reduce(sums, what="scores")
+        return sums

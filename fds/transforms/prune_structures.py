@@ -33,7 +33,7 @@ from fds import loss as losses, tree
 from fds.compression import Cut, masks
 from fds.compression.activations import is_conv1d
 from fds.compression.masks import Curve
-from fds.compression.pieces import counts, cuts_of
+from fds.compression.pieces import Piece, counts
 from fds.compression.related import Related, following
 from fds.compression.schedule import Schedule, chosen, is_chosen, patterns_of
 from fds.compression.scores import SUFFIXES, dropped, summed
@@ -137,46 +137,45 @@ class Pruned:
         weights = self.weights_of(leaf, call.slots[self.slot])
         if not weights or self.schedule.is_idle(call, self.slot):
             return x
-        for name in (*weights, leaf.name):
-            if cuts := cuts_of(name, call):
-                axis = cuts[0][0].axis
-                raise ComposeError(
-                    f"{self.where} compares all rows or heads of a weight, of which this rank has a part",
-                    where=name,
-                    got=f"dim {cuts[0][1].dim} cut by {'' if axis is None else axis.name!r}",
-                    want="excluded=... with such weights, or no tensor axis",
-                )
-        seen = x
+        seen, piece = x, Piece.of(leaf.name, leaf.shape, call)
         for weight in weights:
             gate = self.gate(read[self.source_of(weight)], weight, call).to(x.dtype)
             if weight == leaf.name and self.num_heads:
-                gate = gate.repeat_interleave(x.shape[1] // self.num_heads)
+                gate = gate.repeat_interleave(piece.shape[1] // self.num_heads)
             elif weight == leaf.name or x.dim() == 1:
                 gate = gate.view(-1, *[1] * (x.dim() - 1))
             else:  # of what takes the rows as its inputs; scores learn by what they are of
-                gate = gate.detach().repeat_interleave(x.shape[1] // len(gate)).view(1, -1, *[1] * (x.dim() - 2))
-            seen = seen * gate
+                gate = gate.detach().repeat_interleave(piece.shape[1] // len(gate)).view(1, -1, *[1] * (x.dim() - 2))
+            seen = seen * piece.cut(gate)
         return seen
 
     def gate(self, source: Tensor, weight: str, call: Call) -> Tensor:
-        """Return what rows or heads are multiplied by in this call, (rows or heads,)."""
+        """Return what all rows or heads of a weight are multiplied by in this call, (rows or heads,)."""
+        if self.method != "l1" and Piece.of(self.scores_of(weight), source.shape, call).placements:
+            raise ComposeError(
+                f"{self.where} takes scores that each rank has whole",
+                where=self.scores_of(weight),
+                got="a placement that cuts them",
+                want="one that says Replicated() of them",
+            )
         if self.method == "topk":
             gate = masks.top(source.flatten(), self.schedule.density)
             return torch.where(call.step >= self.schedule.offset, gate, 1)
         if self.method == "l1":
-            scores = source.detach()
-            scores = masks.head_scores(scores, self.num_heads) if self.num_heads else masks.row_scores(scores)
-            return self.mask(scores, weight, call)
+            piece, heads = Piece.of(weight, source.shape, call), self.num_heads
+            if not heads:
+                return self.mask(lambda: piece.sums(source, 0), piece.shape[0], weight, call)
+            return self.mask(lambda: masks.head_sums(piece.sums(source, 1), heads), heads, weight, call)
+        scores = source.detach().flatten()
         gate = 1 + (summed(source) - source.detach()).flatten()  # the difference first: it is 0, whatever the sum
-        return self.mask(source.detach().flatten(), weight, call) * gate
+        return self.mask(lambda: scores, len(scores), weight, call) * gate
 
-    def mask(self, scores: Tensor, weight: str, call: Call) -> Tensor:
-        """Return the mask in this call, (rows or heads,); note it where it is looked at."""
-        mask = masks.unpack(call.slots[self.slot][weight], len(scores)).bool()
+    def mask(self, scores: Callable[[], Tensor], count: int, weight: str, call: Call) -> Tensor:
+        """Return the mask in this call, (rows or heads,), of so many scores; note it where it is looked at."""
+        mask = masks.unpack(call.slots[self.slot][weight], count).bool()
         if call.is_due(self.slot):
-            kept = self.schedule.num_kept(call.step, len(scores))
-            final = masks.num_kept(self.schedule.density, len(scores))
-            mask = self.schedule.current(call.step, mask, final, lambda: masks.largest(scores, kept).view(1, -1))
+            kept, final = self.schedule.num_kept(call.step, count), masks.num_kept(self.schedule.density, count)
+            mask = self.schedule.current(call.step, mask, final, lambda: masks.largest(scores(), kept).view(1, -1))
             if counts(call):
                 call.note(self.slot, weight, masks.pack(mask))
         return self.schedule.in_use(mask, call.step).flatten()
@@ -300,9 +299,12 @@ def prune_rows(
         excluded: patterns of names that are left alone.
         name: of the slot; another one where this stands twice.
 
-    Raises `ComposeError` for anything else, where "next" cannot be told, where ranks have parts of a weight (a tensor
-    axis), and where stages of a pipeline part a weight from what is related; `StateError` at init for patterns that
-    match no weight, weights without scores, and what is related and does not fit.
+    Where ranks have parts of a weight (a tensor axis), they add up the sums of rows in the calls that may make a mask,
+    and the gradients of scores in each microbatch.
+
+    Raises `ComposeError` for anything else, where "next" cannot be told, and where stages of a pipeline part a weight
+    from what is related; `StateError` at init for patterns that match no weight, weights without scores, and what is
+    related and does not fit.
     """
     schedule = Schedule.of(density, offset, end, stride, curve, initial=initial, method=method, where="prune_rows")
     view = Pruned("prune_rows", patterns, method, schedule, name, dims=(2,))

@@ -3,7 +3,8 @@
 Fills:  view, memory             State:  slot `pruned_weights` (or `name`): masks, 32 weights in a word of 8 bytes
 Law:    the hand-written loop whose weights are multiplied by masks, made of weights or scores when the schedule says so
 Cost:   a quarter of a byte a weight on every rank; a pass over the weights each microbatch; where a mask may be made
-        a selection of the largest, and a message of a mask's size to other ranks; "topk" selects in each microbatch
+        a selection of the largest, and a message of a mask's size to other ranks, of the weights' size along a tensor
+        axis; "topk" does so in each microbatch
 Source: Zhu and Gupta 2017, arXiv:1710.01878; 2:4: Mishra et al. 2021, arXiv:2104.08378; "topk": Sanh et al. 2020,
         arXiv:2005.07683; "snip_momentum": Lee et al. 2019, arXiv:1810.02340
 """
@@ -95,14 +96,16 @@ class PrunedWeights:
                 want="excluded=... with this one",
             )
         (scores,) = read.values()
+        piece = Piece.of(leaf.name, leaf.shape, call)
         if self.method == "l1":
-            return x * self.mask(x, scores.detach().abs(), leaf, call).view(x.shape)
+            return x * self.mask(piece, scores, call)
+        mine = scores if scores.shape == x.shape else piece.cut(scores)  # those that no plan of an axis knows are whole
         if sums:  # what is masked already has no part in the loss
-            mask = self.mask(x, scores, leaf, call).view(x.shape).to(x.dtype)
-            return x * (mask * (1 + (summed(scores) - scores.detach())).to(x.dtype))
-        self.piece(leaf, call)
-        stay = self.block.mask(scores, masks.num_kept(self.schedule.density, self.block.count(leaf.shape)))
-        gate = masks.straight_through(stay, scores).to(x.dtype)
+            mask = self.mask(piece, mine, call).to(x.dtype)
+            return x * (mask * (1 + (summed(mine) - mine.detach())).to(x.dtype))
+        kept = masks.num_kept(self.schedule.density, self.block.count(piece.shape))
+        stay = self.block.mask(piece.whole(mine), kept).view(piece.shape)
+        gate = masks.straight_through(piece.cut(stay), mine).to(x.dtype)
         return x * torch.where(call.step >= self.schedule.offset, gate, 1)
 
     def removed(self, params: Mapping[str, Tensor], call: Call) -> list[Cut]:
@@ -110,30 +113,31 @@ class PrunedWeights:
         weights = [n for n, x in params.items() if x.dim() > 1 and is_chosen(n, self.patterns, self.excluded)]
         return [dropped(self.scores_of(name), params) for name in weights if self.method != "l1"]
 
-    def piece(self, leaf: Leaf, call: Call) -> Piece | None:
-        """Return the piece of a weight that this rank holds. Raises `ComposeError` where ranks have no common mask."""
-        return Piece.of(leaf, call, self.block.of if self.block.keep and self.method == "l1" else 0)
+    def mask(self, piece: Piece, scores: Tensor, call: Call) -> Tensor:
+        """Return this rank's piece of the mask of a weight in this call, 0 and 1; note the mask where it is looked at.
 
-    def mask(self, x: Tensor, scores: Tensor, leaf: Leaf, call: Call) -> Tensor:
-        """Return the mask of a weight in this call, 0 and 1; note it where it is looked at."""
-        piece = self.piece(leaf, call)
-        shape = leaf.shape if piece is None else piece.shape
-        mask = masks.unpack(call.slots[self.slot][leaf.name], math.prod(shape[1:]))
-        mask = mask if piece is None else masks.matrix(piece.cut(mask))
+        `scores` are of the piece.
+        """
+        mask = masks.unpack(call.slots[self.slot][piece.name], math.prod(piece.shape[1:]))
         if call.is_due(self.slot):
-            mask = self.look(scores.detach(), mask.bool(), call)
+            mask = self.look(piece, scores, mask.bool(), call)
             if counts(call):
-                call.note(self.slot, leaf.name, masks.pack(mask if piece is None else piece.whole(mask)))
-        return self.schedule.in_use(mask, call.step)
+                call.note(self.slot, piece.name, masks.pack(mask))
+        return piece.cut(self.schedule.in_use(mask, call.step).view(piece.shape))
 
-    def look(self, scores: Tensor, old: Tensor, call: Call) -> Tensor:
+    def look(self, piece: Piece, scores: Tensor, old: Tensor, call: Call) -> Tensor:
         """Return the mask of a weight in a call in which it is looked at, bool (rows, numbers of a row)."""
-        count = 0 if self.block.keep else self.block.count(tuple(scores.shape))
+        count = 0 if self.block.keep else self.block.count(piece.shape)
         kept = self.schedule.num_kept(call.step, count)
         final = masks.num_kept(self.schedule.density, count) * self.block.of * self.block.across
         if self.block.keep:
-            final = scores.numel() // self.block.of * self.block.keep
-        return self.schedule.current(call.step, old, final, lambda: self.block.mask(scores, kept))
+            final = math.prod(piece.shape) // self.block.of * self.block.keep
+
+        def make() -> Tensor:
+            whole = piece.whole(scores)
+            return self.block.mask(whole.abs() if self.method == "l1" else whole, kept)
+
+        return self.schedule.current(call.step, old, final, make)
 
 
 @transform(
@@ -181,9 +185,11 @@ def prune_weights(
         excluded: patterns of names that are left alone.
         name: of the slot; another one where this stands twice.
 
-    Raises `ComposeError` for anything else, and where ranks have parts of what is compared (a tensor axis, unless for
-    "2:4"); `StateError` at init for patterns that match no weight, for weights without scores, and for weights that are
-    not made of blocks.
+    Where ranks have parts of a weight (a tensor axis), they send each other its scores in the calls that may make a
+    mask; of "topk" in each microbatch.
+
+    Raises `ComposeError` for anything else; `StateError` at init for patterns that match no weight, for weights without
+    scores, and for weights that are not made of blocks.
     """
     names, out = patterns_of(patterns, "prune_weights"), patterns_of(excluded, "prune_weights", "excluded")
     try:

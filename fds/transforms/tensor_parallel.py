@@ -20,6 +20,7 @@ import attrs
 from torch import Tensor, nn
 
 from fds.collectives import Axis
+from fds.compression.scores import SUFFIXES
 from fds.errors import FLAG, ComposeError, LossError, Rule, count, did_you_mean, instance
 from fds.loss import Found, Root, modules_of
 from fds.nn.parallel import auto, plan as plans
@@ -138,7 +139,8 @@ def tensor_parallel(
             the families of transformers that `fds.nn.parallel.auto` lists, and refuses what it does not know. Or a
             dict: patterns of paths of modules (`*` crosses dots) -> `"column"`, `"row"`, `"vocab"`, `"heads"`,
             `"replicated"`, `"sequence"`, or what functions of these names in `fds.nn` return, or `fds.nn.split`; where
-            several patterns match, the last counts. Parameters that it does not name are whole on every rank.
+            several patterns match, the last counts. Parameters that it does not name are whole on every rank, but for
+            the scores of divided weights (`fds.compression.with_scores`), which lie as these do.
         sequence: cut activations between matrices along the sequence too (norms, dropout, residuals), in the blocks
             that the plan calls `"sequence"`. Sequences that the ranks do not divide are padded inside.
         overlap: into how many pieces the messages of rows, and of columns that share their input with no other, are cut
@@ -362,7 +364,10 @@ def _resolved(loss_module: Found, parts: dict[str, Part], size: int, *, sequence
             for name in (name for p, name in loss_module.paths.items() if _is_inside(p, path)):
                 lies[name] = Replicated("sum" if part.grads == "sum" or path in inside else "same")
         at = f"{path}." if path else ""
-        for name, (dim, lengths) in part.dims(module, where).items():
+        dims = part.dims(module, where)
+        scores = {name + SUFFIXES["weights"]: how for name, how in dims.items()}  # of the same shapes
+        dims |= {name: how for name, how in scores.items() if at + name in loss_module.paths}
+        for name, (dim, lengths) in dims.items():
             local = loss_module.paths.get(at + name)
             if local is None:
                 raise _computed(f"{loss_module.prefix}{at}{name}", module)

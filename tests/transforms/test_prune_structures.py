@@ -1,5 +1,9 @@
 """Pruned rows, channels and heads: the loop by hand, wherever a step runs, and smaller modules of what is left."""
 
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
+# much of what is passed here is wrong on purpose
+
 import copy
 import math
 
@@ -391,18 +395,6 @@ def test_what_stands_in_two_places_does_not_become_smaller():
             shrink(nn.Sequential(nn.Linear(4, 4)), cuts)
     with pytest.raises(StateError, match="a module and cuts"):
         shrink(None, [])
-
-
-def test_ranks_of_a_tensor_axis_have_parts_of_rows():
-    _, loss, params = problem(multilayer)
-
-    def on_ranks():
-        divided = fds.tensor_parallel(fds.mesh(tp=-1)["tp"], {"0": "column", "2": "row"})
-        step = fds.compose(divided, fds.prune_rows("0.weight", density=0.5), fds.sgd(LR))(loss)
-        with pytest.raises(ComposeError, match="has a part"):
-            train(multilayer, step, step.init(params), range(1))
-
-    fds.simulate(on_ranks, 2)
 
 
 class Tied(nn.Module):

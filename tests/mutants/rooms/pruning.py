@@ -6,6 +6,7 @@ WEIGHTS = "tests/transforms/test_prune_weights.py"
 SCORES = "tests/transforms/test_prune_by_scores.py"
 STRUCTURES = "tests/transforms/test_prune_structures.py"
 MASKS = "tests/compression/test_masks.py"
+AXES = "tests/transforms/test_prune_on_axes.py"
 
 MUTANTS = (
     Mutant(
@@ -143,5 +144,45 @@ MUTANTS = (
         '("weight", "bias")',
         "a smaller batch norm keeps the statistics of all channels",
         STRUCTURES,
+    ),
+    Mutant(
+        "pieces-are-not-put-together",
+        "fds/compression/pieces.py",
+        "        for placement in reversed(self.placements):\n            by_name",
+        "        for placement in ():\n            by_name",
+        "a rank of a tensor axis compares the numbers of its piece alone",
+        AXES,
+    ),
+    Mutant(
+        "sums-of-pieces-are-those-of-rows",
+        "fds/compression/pieces.py",
+        'sums = placement.axis.all_reduce(sums, what="scores")',
+        "pass",
+        "every rank of a tensor axis chooses its own rows",
+        AXES,
+    ),
+    Mutant(
+        "scores-of-pieces-are-whole",
+        "fds/transforms/tensor_parallel.py",
+        "        dims |= {name: how for name, how in scores.items() if at + name in loss_module.paths}\n",
+        "",
+        "every rank of a tensor axis holds the scores of all numbers",
+        AXES,
+    ),
+    Mutant(
+        "a-term-of-a-gradient-is-taken-for-it",
+        "fds/step/topology.py",
+        "                x = copy_in(x, axis)",
+        "                pass",
+        "ranks that view pieces have another gradient each, of what their views read",
+        "tests/tensor_axis/test_views.py",
+    ),
+    Mutant(
+        "views-of-several-read-in-one-part",
+        "fds/transforms/pipeline/stage.py",
+        "return self.ties or any(cut.reads for cut in self.cuts[i].values())",
+        "return self.ties",
+        "a bucket is reduced before the second view that reads a parameter has given its gradient",
+        AXES,
     ),
 )
