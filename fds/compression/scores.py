@@ -108,8 +108,8 @@ def sensitivity(momentum: float = 0.9) -> Optimizer:
     order, without it. With momentum 0.9 it is "snip_momentum". For a row or a head it is the sum of that over its
     numbers, with their signs. It has no learning rate; the gradient is that of the whole batch, after clips.
 
-    Raises `OptimizerError` for a momentum outside [0, 1). Source: Lee et al. 2019, arXiv:1810.02340; Michel et al.
-    2019, arXiv:1905.10650.
+    Raises `OptimizerError` for a momentum outside [0, 1), and for gradients in float16, in which small ones are lost.
+    Source: Lee et al. 2019, arXiv:1810.02340; Michel et al. 2019, arXiv:1905.10650.
     """
     if not (is_number(momentum) and 0 <= momentum < 1):
         raise OptimizerError(
@@ -134,6 +134,13 @@ def sensitivity(momentum: float = 0.9) -> Optimizer:
         out: Any = None,
     ) -> Any:
         for i, (p, g) in enumerate(zip(params, grads, strict=True)):
+            if torch.float16 in (p.dtype, g.dtype):
+                raise OptimizerError(
+                    "sensitivity: gradients of scores are too small for float16",
+                    where=", ".join(dict.fromkeys(segment.name for segment in segments[i]))[:80],
+                    got=f"scores in {p.dtype}, gradients in {g.dtype}",
+                    want="fds.precision(torch.float16, accumulate=torch.float32, keep_float32=['*_scores'])",
+                )
             g = g.view(-1).to(p.dtype).abs().div_(FAINT)
             new = p * momentum + (g if grad_scale is None else g / grad_scale)
             p.copy_(new if skip is None else torch.where(skip, p, new))

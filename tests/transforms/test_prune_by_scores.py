@@ -226,6 +226,20 @@ def test_a_momentum_is_below_1(momentum):
         sensitivity(momentum)
 
 
+@pytest.mark.parametrize("compute", [torch.float16, torch.float32])
+def test_gradients_of_scores_are_not_added_up_in_float16(compute):
+    params = {"w": torch.randn(8, 8), "w_scores": torch.zeros(8, 8)}
+    step = fds.compose(
+        fds.precision(compute, accumulate=torch.float16, keep_float32="*_scores"),
+        fds.loss_scale(),
+        fds.prune_weights("w", method="snip_momentum", density=0.5),
+        fds.by_name({"*_scores": sensitivity(), "*": fds.sgd(LR)}),
+    )(lambda p, x: (x @ p["w"]).float().square().mean())
+    with pytest.raises(OptimizerError, match="float16") as error:
+        step(step.init(params), torch.randn(4, 8))
+    assert "w_scores" in error.value.where
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
