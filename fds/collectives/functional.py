@@ -144,6 +144,11 @@ def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x if axis.size == 1 else apply_function(_Joined, x, axis, dim % x.dim())
 
 
+def largest(x: Tensor, axis: Axis) -> Tensor:
+    """Return the largest of the ranks' tensors, element by element. Nothing has a gradient through it."""
+    return x if axis.size == 1 else apply_function(_Largest, x, axis)
+
+
 class Linear(torch.autograd.Function):
     """A function that is linear in its first argument; an axis, and dims or another number, follow.
 
@@ -198,6 +203,20 @@ _Copied = _linear("_Copied", _copy, sum_out, **_WHOLE_TO_PIECES)
 _Summed = _linear("_Summed", lambda x, axis: operators.sum_all(x, axis.handle), copy_in, **_PIECES_TO_WHOLE)
 _Cut = _linear("_Cut", _piece, join, **_WHOLE_TO_PIECES)
 _Joined = _linear("_Joined", lambda x, axis, dim: operators.gather(x, axis.handle, dim), cut, **_PIECES_TO_WHOLE)
+
+
+class _Largest(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, axis: Axis) -> Tensor:
+        return operators.max_all(x, axis.handle)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:
+        return None, None
 
 
 class _Send(torch.autograd.Function):

@@ -78,6 +78,14 @@ def sum_all(x: Tensor, axis: int) -> Tensor:
 
 
 @operator(_same_shape)
+def max_all(x: Tensor, axis: int) -> Tensor:
+    """Return the largest of the tensors of all ranks, element by element."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    of_handle(axis).start_all_reduce(out, "max").wait()
+    return out
+
+
+@operator(_same_shape)
 def sum_to(x: Tensor, axis: int, to: int) -> Tensor:
     """Sum the tensors of all ranks on one of them, and return zeros on the others."""
     along, out = of_handle(axis), x.clone(memory_format=torch.contiguous_format)

@@ -10,6 +10,7 @@ through: Bengio et al. 2013, arXiv:1308.3432.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import attrs
@@ -17,6 +18,11 @@ import torch
 from torch import Tensor, nn
 
 Per = Literal["token", "sample"]
+Most = Callable[[Tensor], Tensor]  # ends of the ranges of parts -> the largest of all parts
+
+
+def _here(ends: Tensor) -> Tensor:
+    return ends
 
 
 @attrs.frozen
@@ -31,19 +37,23 @@ class ActivationGrid:
     bits: int = 8
     symmetric: bool = True
 
-    def by_groups(self, x: Tensor, per: Per) -> Tensor:
-        """Return x (..., features), a grid for each `token`, a row of the last dim, or `sample`, an entry of dim 0."""
+    def by_groups(self, x: Tensor, per: Per, most: Most = _here) -> Tensor:
+        """Return x (..., features), a grid for each `token`, a row of the last dim, or `sample`, an entry of dim 0.
+
+        `most` is of the ends of ranges, (2, ...) -least and greatest, where x is a part of what they are of.
+        """
         if not x.numel():
             return x
         dims = (-1,) if per == "token" or x.dim() < 2 else tuple(range(1, x.dim()))
         seen = x.detach()
-        return self.between(x, seen.amin(dims, keepdim=True), seen.amax(dims, keepdim=True))
+        ends = most(torch.stack([-seen.amin(dims, keepdim=True), seen.amax(dims, keepdim=True)]))
+        return self.between(x, -ends[0], ends[1])
 
-    def by_range(self, x: Tensor, range_: Tensor) -> Tensor:
+    def by_range(self, x: Tensor, range_: Tensor, most: Most = _here) -> Tensor:
         """Return x on the grid of a range, (2,) -least and greatest; of zeros, which is none, on that of all of x."""
         if not x.numel():
             return x
-        used = torch.where((range_ == 0).all(), self.seen(x, range_), range_)
+        used = torch.where((range_ == 0).all(), most(self.seen(x, range_)), range_)
         return self.between(x, -used[0], used[1])
 
     def seen(self, x: Tensor, like: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Fills:  modules, layer, memory       State:  with range="static" slot `activation_ranges`: (2,) float32 a module
 Law:    14, 15: the hand-written step that rounds these inputs; the gradient by them is passed straight through
-Cost:   about six passes over these inputs, two of them to find ranges
+Cost:   about six passes over these inputs, two of them to find ranges; in front of a row of a tensor axis a message of
+        two numbers for each range
 Source: DeepSpeed 0.19.6's grids; Jacob et al. 2018, arXiv:1712.05877; Yao et al. 2022, arXiv:2206.01861
 """
 
@@ -16,8 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from fds import loss as losses
-from fds.compression.activations import ActivationGrid, Per, RoundedInputs, is_convolution, is_linear
+from fds.collectives.functional import largest
+from fds.compression.activations import ActivationGrid, Most, Per, RoundedInputs, is_convolution, is_linear
 from fds.errors import FLAG, ComposeError, LossError, Rule, count, is_int, is_number, slot_name
+from fds.nn.parallel.linear import RowConv1D, RowLinear
+from fds.nn.parallel.plan import Row
 from fds.step import Call, Memory, SplitDim, Step, fill, transform
 
 Range = Literal["dynamic", "static"]
@@ -70,14 +74,20 @@ class Rounding:
                     got=f"{entry!r:.80}",
                     want='range="dynamic", per="token"',
                 )
+            rows = {
+                f"{resolution.loss_module.prefix}{path}"
+                for resolution in getattr(entry.placement, "resolved", ())
+                for path, part in resolution.parts.items()
+                if isinstance(part, Row)
+            }
             for name, dim in self.dims.items() if entry.role == "tensor" else ():
                 lies = entry.placement.lies(f"{name}.weight")
-                if isinstance(lies, SplitDim) and lies.dim == dim:
+                if isinstance(lies, SplitDim) and lies.dim == dim and name not in rows:
                     raise ComposeError(
                         "quantize_activations: a range is of all features, and ranks have parts of them",
                         where=name,
                         got=f"{entry.axis!r:.60}: {lies}",
-                        want="patterns without the modules that tensor_parallel divides as rows",
+                        want="a module that tensor_parallel divides as a row",
                     )
         return None if not self.offset else call.step >= self.offset, call.slots[self.slot] if self.slot else {}
 
@@ -102,15 +112,19 @@ class Rounding:
                 want="a floating tensor as its first argument",
             )
         started, ranges = plan or (None, {})
-        q = self._static(x, ranges[name], name, call) if self.slot else self.grid.by_groups(x, self.groups[name])
+        most = _over_ranks(module)
+        if self.slot:
+            q = self._static(x, ranges[name], name, call, most)
+        else:
+            q = self.grid.by_groups(x, self.groups[name], most)
         q = q if started is None else torch.where(started, q, x)
         return forward(q, *args[1:], **kwargs)
 
-    def _static(self, x: Tensor, range_: Tensor, name: str, call: Call | None) -> Tensor:
+    def _static(self, x: Tensor, range_: Tensor, name: str, call: Call | None, most: Most) -> Tensor:
         """Return x on the grid of the range of a slot, where none was seen yet on that of x; note the range of x."""
         if call is not None and x.numel():
             call.note(self.slot, name, self.grid.seen(x, range_))
-        return self.grid.by_range(x, range_)
+        return self.grid.by_range(x, range_, most)
 
     def bake(self, name: str, module: nn.Module, call: Call) -> None:
         """Have a plain module round as an evaluation does: with the range that the state has, from `offset` on."""
@@ -126,6 +140,12 @@ class Rounding:
             return torch.where(new.isfinite().all(), after, old)
 
         return {name: averaged(old, noted[name]) for name, old in slot.items()}
+
+
+def _over_ranks(module: nn.Module) -> Most:
+    """Return what makes ends of ranges of what a copy of a module is given those of what all ranks of an axis are."""
+    region = module.region if isinstance(module, RowLinear | RowConv1D) else None
+    return (lambda ends: ends) if region is None else (lambda ends: largest(ends, region.axis))
 
 
 @transform(
@@ -178,9 +198,11 @@ def quantize_activations(
         decay: of the average of static ranges.
         name: of the slot of static ranges.
 
+    On a tensor axis ranges in front of a row are those of the features of all ranks, which agree on them in each call.
+
     Raises `ComposeError` for anything else, patterns that match other modules or nothing, a module matched twice, and
-    where ranks have parts of what a range is of. A call raises `LossError` for what is no floating tensor, and static
-    ranges or an offset in layers that are compiled.
+    where ranks of sequences have parts of what a range is of. A call raises `LossError` for what is no floating tensor,
+    and static ranges or an offset in layers that are compiled.
     """
     if range == "static" and per is not None:
         raise ComposeError(

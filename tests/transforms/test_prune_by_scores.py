@@ -1,6 +1,7 @@
 """Weights pruned by scores that are trained or summed: the loop by hand, wherever a step runs."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -115,9 +116,10 @@ def summed_by_hand():
         seen = {name: x * stay[name] if name in stay else x for name, x in leaves.items()}
         for rows in zip(*(x.chunk(MICROBATCHES) for x in batch(call)), strict=True):
             (loss({**params, **seen}, rows) / MICROBATCHES).backward(retain_graph=True)
-        norm = torch.stack([leaf.grad.norm() for leaf in leaves.values()]).norm()
-        for name, leaf in leaves.items():
-            grad = leaf.grad * (0.5 / (norm + 1e-6)).clamp(max=1)
+        grads: dict[str, Any] = {name: leaf.grad for name, leaf in leaves.items()}
+        norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+        for name, unclipped in grads.items():
+            grad = unclipped * (0.5 / (norm + 1e-6)).clamp(max=1)
             if name in scores:
                 scores[name] = 0.9 * scores[name] + (weights[name] * grad).abs()
             momenta[name] = 0.9 * momenta[name] + grad

@@ -77,4 +77,12 @@ MUTANTS = (
         "torch's encoder computes evaluations with weights of layers that it does not call",
         f"{TESTS} -k fuse",
     ),
+    Mutant(
+        "ranges-of-pieces",
+        "fds/transforms/quantize_activations.py",
+        "(lambda ends: largest(ends, region.axis))",
+        "(lambda ends: ends)",
+        "each rank of a tensor axis has a grid of its own in front of a row",
+        f"{TESTS} -k tensor_axis",
+    ),
 )
