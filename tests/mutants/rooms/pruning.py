@@ -92,8 +92,8 @@ MUTANTS = (
     Mutant(
         "masked-weights-are-scored",
         "fds/transforms/prune_weights.py",
-        "return x * (mask * (1 + (summed(scores) - scores.detach())).to(x.dtype))",
-        "return x * (mask + (summed(scores) - scores.detach()).to(x.dtype))",
+        "return x * (mask * (1 + (summed(mine) - mine.detach())).to(x.dtype))",
+        "return x * (mask + (summed(mine) - mine.detach()).to(x.dtype))",
         "what is masked goes on to sum up scores",
         SCORES,
     ),
