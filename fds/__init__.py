@@ -132,7 +132,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
         step as step,
         storage as storage,
     )
-    from fds import timing as timing, transforms as transforms
+    from fds import timing as timing, trainer as trainer, transforms as transforms
     from fds.errors import FdsError
 
 __getattr__, __dir__ = lazily(
@@ -185,7 +185,7 @@ __getattr__, __dir__ = lazily(
     },
     submodules="attention_layouts autodiff collectives command_line compression config containers curvature data "
     "debugging display distill elastic errors hf kernels layout loss media microbatches monitors nn optim plans "
-    "profiling random reporting schedules state step storage timing transforms transports tree tuning",
+    "profiling random reporting schedules state step storage timing trainer transforms transports tree tuning",
     elsewhere={"fds.monitors": "CSV Comet Console JSONL TensorBoard WandB", "fds.display": "Progress"},
 )
 

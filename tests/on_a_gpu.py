@@ -81,6 +81,7 @@ NOT_ON_A_GPU = {
     "tests/peers": _PROCESSES,
     "tests/attention_layouts": _OF_THE_HOST,
     "tests/elastic": _OF_THE_HOST,
+    "tests/trainer": _OF_THE_HOST,
     "tests/tuning": _OF_THE_HOST,
     "tests/plans": _OF_THE_HOST,
     "tests/schedules": _OF_THE_HOST,

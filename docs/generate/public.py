@@ -43,6 +43,7 @@ ROOMS = (  # in the order of data flow
     "fds.debugging",
     "fds.reporting",
     "fds.config",
+    "fds.trainer",
     "fds.elastic",
     "fds.tuning",
     "fds.command_line",

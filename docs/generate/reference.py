@@ -38,6 +38,7 @@ TITLES = {
     "fds.debugging": "Debugging a run",
     "fds.reporting": "The page of a run",
     "fds.config": "DeepSpeed's configuration",
+    "fds.trainer": "The Trainer of transformers",
     "fds.elastic": "Elastic batches",
     "fds.tuning": "The fastest composition",
     "fds.command_line": "The command line",

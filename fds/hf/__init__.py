@@ -17,6 +17,7 @@ __getattr__, __dir__ = lazily(
         "fds.hf._positions": "extend_position_embedding",
         "fds.hf._saving": "save",
         "fds.hf._sparse_models": "is_sparse sparsify",
+        "fds.trainer": "Trainer",  # a room above this one, which builds the class from transformers'
     },
 )
 

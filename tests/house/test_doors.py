@@ -48,6 +48,7 @@ ROOMS["monitors"] = "collectives display errors state"
 ROOMS["debugging"] = f"step storage profiling display {BELOW_STEP}"
 ROOMS["reporting"] = "_html collectives display errors plans state step storage transforms"
 ROOMS["config"] = " ".join(ROOMS)
+ROOMS["trainer"] = "collectives config errors microbatches optim state step storage transforms"
 ROOMS["elastic"] = "collectives config data errors state step storage"
 ROOMS["tuning"] = "_html collectives config errors media plans profiling state step transforms transports tree"
 ROOMS["command_line"] = " ".join(ROOMS)

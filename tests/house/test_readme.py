@@ -17,7 +17,7 @@ DOCUMENTS = [
     for path in [*sorted(ROOT.glob("[ACR]*.md")), ROOT / "examples" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 ]
 OF_PEERS = [
-    Path(f"docs/{name}.md") for name in ("fine-tune", "hugging-face", "long-rows")
+    Path(f"docs/{name}.md") for name in ("fine-tune", "hugging-face", "long-rows", "trainer")
 ]  # which train models of transformers
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ ]*$", re.MULTILINE | re.DOTALL)
 

@@ -1,0 +1,94 @@
+"""A rank of transformers' Trainer, over DeepSpeed or over a step of fds: train, and write down what it logged.
+
+python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.peers.hf_trainer OUT SIDE NAME ...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.peers.trainer import JSON, model, padded, rows, settings
+
+UPDATES = 30
+BATCHES = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+BARE = {**BATCHES, "gradient_clipping": "auto"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> JSON, arguments
+    **{f"stage {n}": ({**BARE, "zero_optimization": {"stage": n}}, {"weight_decay": 0.1}) for n in range(4)},
+    "their optimizer": ({**JSON, "zero_optimization": {"stage": 2}}, {}),
+    "their schedule": (
+        {**{key: JSON[key] for key in JSON if key != "scheduler"}, "zero_optimization": {"stage": 1}},
+        {"lr_scheduler_type": "cosine"},
+    ),
+    "bf16": ({**BARE, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}, {"bf16": True}),
+    "fp16": (
+        {**BARE, "fp16": {"enabled": "auto", "initial_scale_power": 8}, "zero_optimization": {"stage": 2}},
+        {"fp16": True},
+    ),
+}
+
+
+def main(out: str, side: str, *names: str) -> None:
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    transformers.logging.set_verbosity_error()
+    runs = {}
+    for name in names or CASES:
+        config, more = CASES[name]
+        given = settings(**{**more, "max_steps": UPDATES})
+        theirs = {} if side == "fds" else {"deepspeed": config}
+        arguments = transformers.TrainingArguments(
+            **given,
+            **theirs,
+            output_dir=f"{out}-trainer",
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            logging_steps=1,
+            dataloader_pin_memory=False,
+        )
+        with mock.patch("builtins.print"):
+            runs[name] = trained(transformers, side, arguments, config)
+        if arguments.process_index == 0:
+            Path(out).write_text(json.dumps(runs))
+    torch.distributed.barrier()
+
+
+def trained(transformers: Any, side: str, arguments: Any, config: Any) -> dict[str, list[float]]:
+    """Return losses, norms and rates of all updates."""
+    seen: dict[str, list[float]] = {"rate": []}
+
+    class Rates(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+            seen["rate"].append(keywords["optimizer"].param_groups[0]["lr"])  # of the update that begins
+
+    data, train = rows(arguments.world_size), {"data_collator": padded}
+    if side == "fds":
+        import fds
+
+        trainer = fds.hf.Trainer(model(), arguments, train_dataset=data, config=config, **train)
+    else:
+        trainer = transformers.Trainer(model(), arguments, train_dataset=data, callbacks=[Rates()], **train)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    rates = seen["rate"] or [entry["learning_rate"] for entry in logged]
+    return {"loss": [e["loss"] for e in logged], "norm": [e.get("grad_norm") for e in logged], "rate": rates}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    from deepspeed.accelerator import get_accelerator  # pyright: ignore[reportMissingImports]
+
+    # gloo carries all: its own operator for ranks of one machine is compiled first, and waits by spinning; and its
+    # float16 runs on a CPU, though DeepSpeed does not say so
+    with (
+        mock.patch("deepspeed.comm.torch.build_shm_op", return_value=None),
+        mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True),
+    ):
+        main(*sys.argv[1:])
