@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     # transforms, in the order of the stations that they fill
     from fds.transforms.accumulate import accumulate
     from fds.transforms.freeze import freeze, quantize_frozen
+    from fds.transforms.lora import lora
     from fds.transforms.pipeline import pipeline
     from fds.transforms.shard_optimizer import shard_optimizer
     from fds.transforms.tensor_parallel import tensor_parallel
@@ -98,6 +99,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
 
     # rooms that are used by name
     from fds import (
+        adapters,
         attention_layouts,
         autodiff,
         collectives,
@@ -145,6 +147,7 @@ __getattr__, __dir__ = lazily(
         "fds.collectives": "init_distributed mesh simulate",
         "fds.transforms.accumulate": "accumulate",
         "fds.transforms.freeze": "freeze quantize_frozen",
+        "fds.transforms.lora": "lora",
         "fds.transforms.pipeline": "pipeline",
         "fds.transforms.shard_optimizer": "shard_optimizer",
         "fds.transforms.tensor_parallel": "tensor_parallel",
@@ -183,8 +186,8 @@ __getattr__, __dir__ = lazily(
         "fds.config.initialize": "add_config_arguments initialize",
         "fds.errors": "FdsError",
     },
-    submodules="attention_layouts autodiff collectives command_line compression config containers curvature data "
-    "debugging display distill elastic errors hf kernels layout loss media microbatches monitors nn optim plans "
+    submodules="adapters attention_layouts autodiff collectives command_line compression config containers curvature "
+    "data debugging display distill elastic errors hf kernels layout loss media microbatches monitors nn optim plans "
     "profiling random reporting schedules state step storage timing trainer transforms transports tree tuning",
     elsewhere={"fds.monitors": "CSV Comet Console JSONL TensorBoard WandB", "fds.display": "Progress"},
 )
@@ -206,6 +209,7 @@ __all__ = [
     "adagrad",
     "adam",
     "adamw",
+    "adapters",
     "add_config_arguments",
     "attention_layouts",
     "autocast",
@@ -251,6 +255,7 @@ __all__ = [
     "lion",
     "load",
     "local_updates",
+    "lora",
     "loss_scale",
     "materialize",
     "memory_breakdown",

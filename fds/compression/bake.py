@@ -203,6 +203,9 @@ def bake(step: Step, state: State, module: nn.Module | None = None) -> Baked:
         )
     call = Call.with_state(state, Dimensions(), resting=step.resting(state), training=False)
     seen, before = tree.paths(seen_parameters(step, state)), tree.paths(step.params(state))
+    for change in step.modules:
+        if (bake_parameters := getattr(change, "bake_parameters", None)) is not None:
+            seen = bake_parameters(seen)
     shapes = {name: tuple(x.shape) for name, x in before.items()}
     params = {name: x.to(seen[name].dtype) if tree.is_float(seen[name]) else x for name, x in before.items()}
     structure = losses.structure_of(step.loss, shapes, module)

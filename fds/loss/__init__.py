@@ -7,6 +7,7 @@ from fds.loss.microbatch import (
     Found,
     LayerCall,
     LayerMap,
+    Place,
     Setting,
     carried_buffers,
     compiled_with,
@@ -16,6 +17,7 @@ from fds.loss.microbatch import (
     layer_calls,
     modules_of,
     name,
+    places_of,
     run,
 )
 from fds.loss.modes import Around, Mode, ModuleMap, current as current_mode
@@ -40,6 +42,7 @@ __all__ = [
     "Mode",
     "ModuleMap",
     "Outcome",
+    "Place",
     "Recipe",
     "Root",
     "Setting",
@@ -62,6 +65,7 @@ __all__ = [
     "name",
     "on_meta",
     "overlapping",
+    "places_of",
     "read",
     "recipe",
     "row_of_one_class",

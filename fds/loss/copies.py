@@ -342,3 +342,12 @@ def _flat(x: Any) -> Iterator[Any]:
 def _absent(name: str, shape: tuple, stride: tuple, dtype: torch.dtype, requires_grad: bool, computed: bool) -> Absent:
     like = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
     return Absent.of(like, name, computed=computed)
+
+
+def place_for(module: nn.Module, path: str) -> nn.Module:
+    """Return the submodule that holds what is at a path; those that are not there are made, and are empty."""
+    for part in path.split(".")[:-1]:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    return module

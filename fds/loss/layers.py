@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -105,6 +105,7 @@ class Layers:
     names: tuple[str, ...] = attrs.field(repr=False)
     built: dict[Any, Any] = attrs.field(repr=False)
     compiler: Compiler | None = attrs.field(default=None, repr=False)
+    added: tuple[tuple[Mapping[str, Sequence[str]], bool], ...] = attrs.field(default=(), repr=False)
 
     def __init__(self, layers: Any, criterion: Callable[..., Any]):
         names, layers = _children(layers)
@@ -140,7 +141,7 @@ class Layers:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what it was made of, without what was built of that since."""
-        return _restored, (self.layers, self.criterion, self.names, self.compiler)
+        return _restored, (self.layers, self.criterion, self.names, self.compiler, self.added)
 
     def __repr__(self) -> str:
         by = "" if self.compiler is None else f", each through {self.compiler}"
@@ -189,8 +190,28 @@ class Layers:
     def compiled(self, compiler: Compiler) -> Layers:
         """Return these layers, each and the criterion run as `compiler` compiles them."""
         layers = {i: attrs.evolve(x, compiler=compiler) if type(x) is Layer else x for i, x in self.built.items()}
+        return self._with(layers, compiler, self.added)
+
+    def adding(self, names: Mapping[str, Sequence[str]], *, draws: bool) -> Layers:
+        """Return these layers with more parameters, which maps of their modules make use of.
+
+        Args:
+            names: of what is added, by the name of the parameter after which it stands.
+            draws: whether a layer with such a parameter draws random numbers.
+        """
+        built = {key: x for key, x in self.built.items() if key != "names"}
+        for i in range(len(self)):
+            layer, params = self.layer(i), dict[str, str]()
+            for name, local in layer.params.items():
+                owner, inside = (f"{x.rpartition('.')[0]}.".lstrip(".") for x in (name, local))
+                params |= {name: local} | {more: inside + more.removeprefix(owner) for more in names.get(name, ())}
+            drawing = layer.draws or (draws and len(params) > len(layer.params))
+            built[i] = attrs.evolve(layer, params=params, draws=drawing)
+        return self._with(built, self.compiler, (*self.added, (names, draws)))
+
+    def _with(self, built: dict[Any, Any], compiler: Compiler | None, added: tuple[Any, ...]) -> Layers:
         new = object.__new__(type(self))
-        new.__attrs_init__(self.layers, self.criterion, self.names, layers, compiler)  # pyright: ignore[reportAttributeAccessIssue]
+        new.__attrs_init__(self.layers, self.criterion, self.names, built, compiler, added)  # pyright: ignore[reportAttributeAccessIssue]
         return new
 
     def check(self, params: Any) -> None:
@@ -335,8 +356,13 @@ def _persistent(module: nn.Module, name: str) -> bool:
     return local not in module.get_submodule(path)._non_persistent_buffers_set
 
 
-def _restored(layers: tuple[Any, ...], criterion: Any, names: tuple[str, ...], compiler: Compiler | None) -> Layers:
+def _restored(
+    layers: tuple[Any, ...], criterion: Any, names: tuple[str, ...], compiler: Compiler | None, added: tuple[Any, ...]
+) -> Layers:
     """Return the loss that was pickled."""
     is_numbered = names == tuple(map(str, range(len(layers))))  # others are of the modules of an nn.Sequential
     made = Layers(layers if is_numbered else nn.Sequential(OrderedDict(zip(names, layers, strict=True))), criterion)
-    return made if compiler is None else made.compiled(compiler)
+    made = made if compiler is None else made.compiled(compiler)
+    for more, draws in added:
+        made = made.adding(more, draws=draws)
+    return made

@@ -252,6 +252,34 @@ def modules_of(loss: Any) -> list[Found]:
     return [Found(x.number, x.prefix, x.source, x.param_paths) for x in unique.values()]
 
 
+class Place(NamedTuple):
+    """Where a loss's modules hold a parameter: in which module, by its number, and at which path.
+
+    `local` is its name among parameters of that module, `name` among all; `module` is the part that has it as its own.
+    """
+
+    number: int
+    path: str
+    local: str
+    name: str
+    module: nn.Module
+
+
+def places_of(loss: Any) -> list[Place]:
+    """Return where modules of a loss hold parameters, and their names in the tree of all."""
+    places: list[Place] = []
+    if isinstance(loss, Layers):
+        layers = [loss.layer(i) for i in range(len(loss))]
+        named = [(x.apply, {local: name for name, local in x.params.items()}) for x in layers if x.apply is not None]
+    else:
+        named = [(x, {local: x.prefix + local for local in x.names}) for x in _find_applies(loss)]
+    for applied, names in named:
+        for path, local in applied.param_paths.items():
+            owner = applied.source.get_submodule(path.rpartition(".")[0])
+            places.append(Place(applied.number, path, local, names[local], owner))
+    return list({(x.number, x.path): x for x in places}.values())
+
+
 def no_modules(loss: Any, where: str) -> ComposeError:
     """Return the error of a loss in which what is to change modules finds none."""
     return ComposeError(

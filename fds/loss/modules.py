@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fds.errors import LossError
 from fds.loss.attributes import AttributeWatch
 from fds.loss.compiled import Key, TracedModule, key_in_trace, now as in_trace, output, output_and_buffers, untraced
-from fds.loss.copies import copy_structure, count_references
+from fds.loss.copies import Absent, copy_structure, count_references, place_for
 from fds.loss.modes import Mode, current, in_float32, raise_if_mixed, warn_of_eval_mode, warn_of_hooks
 from fds.loss.module_copies import (
     CallResult,
@@ -167,7 +167,8 @@ class Apply:
         return run
 
     def _check_arguments(self, params: dict, buffers: dict) -> None:
-        _check_names(params, self.names, "parameters")
+        added = {name for name, _ in self._added(current()).values()}
+        _check_names(params, self.names | added if added else self.names, "parameters")
         _check_names(buffers, self.constants.keys(), "buffers")
         trained = [name for name in self.frozen if params[name].requires_grad]
         if trained:
@@ -233,6 +234,11 @@ class Apply:
 
         return copied, release
 
+    def _added(self, now: Mode) -> dict[str, tuple[str, Tensor]]:
+        """Return the parameters that maps of modules add: by path in the module their names, and what they are like."""
+        maps = [change for change in now.modules if hasattr(change, "adds")]
+        return {path: at for change in maps for path, at in change.adds(self.number).items()}  # type: ignore[attr-defined]
+
     def _new_copy(self, now: Mode) -> ModuleCopy:
         """Return a copy of the module in this mode."""
         module, aliases = copy_structure(self.source)  # the source is never run, so it never changes
@@ -240,11 +246,15 @@ class Apply:
         if now.evaluating:
             module.eval()
         in_float32(module, now.float32, low=now.low, prefix=self.prefix)
+        added = self._added(now)
+        for path, (name, like) in added.items():
+            place_for(module, path).register_parameter(path.rpartition(".")[2], Absent.of(like, name))
         parts = dict(module.named_modules())
         for change in now.modules:
             change(module, root)
         split = lambda paths: [(*path.rpartition(".")[::2], name) for path, name in paths.items()]
-        params = [(parts[owner]._parameters, key, name) for owner, key, name in split(self.param_paths)]
+        paths = self.param_paths | {path: name for path, (name, _) in added.items()}
+        params = [(parts[owner]._parameters, key, name) for owner, key, name in split(paths)]
         buffers = [(parts[owner]._buffers, key, name) for owner, key, name in split(self.buffer_paths)]
         return ModuleCopy(module, params, buffers, aliases)
 

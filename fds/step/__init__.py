@@ -1,5 +1,6 @@
 """The step: its program of stations, transforms that fill them, and what composing means."""
 
+from fds.step.added import Adds, with_added
 from fds.step.all_stations import Program, Run
 from fds.step.batch import Split, SplitBatch, Whole, check_tree, rows, whole
 from fds.step.call import Call
@@ -34,6 +35,7 @@ from fds.step.totals import Totals
 from fds.step.views import Cut, encode
 
 __all__ = [
+    "Adds",
     "After",
     "AllBut",
     "Call",
@@ -102,4 +104,5 @@ __all__ = [
     "seen_parameters",
     "transform",
     "whole",
+    "with_added",
 ]

@@ -16,6 +16,7 @@ from fds.collectives import Axis
 from fds.errors import ComposeError
 from fds.optim import Optimizer
 from fds.state import State
+from fds.step.added import Adds
 from fds.step.batch import Split, SplitBatch, cut, split_batch
 from fds.step.call import Call
 from fds.step.checks import state_check as check
@@ -115,6 +116,7 @@ class Stations:
     batch: tuple[Callable[[Any, Call], Any], ...] = ()  # maps of the batch, before anything else
     split: Split = Split()  # batch -> microbatches
     frozen: tuple[str | AllBut, ...] = ()  # patterns of parameters that are not trained
+    added: tuple[Adds, ...] = ()  # parameters that the loss lacks
     gather: Gather = Gather()  # slices -> whole parameters, and in which dtype the loss sees them
     execute: Executor = InTurn()  # which half of which microbatch runs where and when
     view: tuple[View, ...] = ()  # maps of one parameter, as the loss sees it; some say how a state holds it

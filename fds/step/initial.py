@@ -17,6 +17,7 @@ from fds.collectives import Axis, fingerprint
 from fds.errors import ComposeError, FdsError, StateError
 from fds.layout import Leaf
 from fds.state import State
+from fds.step.added import with_added
 from fds.step.all_stations import Stations
 from fds.step.checks import state_check as check
 from fds.step.checks.agreement import same_composition
@@ -31,6 +32,7 @@ from fds.step.views import check_shapes, encode
 
 def initial(step: Stations, params: Any, key: int | Tensor) -> State:
     """Return the first state of a step, agreed between the ranks that share it; see `Step.init`."""
+    params = with_added(step.added, params, random.fold_in(random.key(key), "params"))
     return beginning(step, *_placed(step, params, random.key(key), step.everyone))
 
 
@@ -184,6 +186,7 @@ def traced(step: Stations, params: Any) -> State:
         elif callable(params):
             params = params(random.key(0))
         params = tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, params)
+        params = with_added(step.added, params)
         return tree.map(
             lambda x: x.to("meta"), beginning(step, *_placed(step, params, random.key(0), None), alone=True)
         )

@@ -172,6 +172,7 @@ def tensor_parallel(
         if axis.size == 1:
             return step
         lies = dict(itertools.chain.from_iterable(resolution.lies.items() for resolution in resolved))
+        lies |= {name: how for filler in step.added for name, how in filler.lie(lies).items()}
         placement = Divided(channel, resolved, lies)
         modules = Dividing(channel, {resolution.loss_module.number: resolution for resolution in resolved}, overlap)
         step = fill(step, topology=Dimension(channel, "tensor", placement), modules=modules)

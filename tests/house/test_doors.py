@@ -41,6 +41,7 @@ ROOMS = {
     "data": "collectives display lazy media microbatches random storage tree errors",
 }
 ROOMS["hf"] = "attention_layouts collectives kernels lazy loss nn random state step storage tree errors"
+ROOMS["adapters"] = "lazy state step storage transforms tree errors"
 ROOMS["distill"] = "kernels lazy loss optim state step transforms tree errors"
 ROOMS["display"] = "_html collectives errors"
 ROOMS["timing"] = "collectives errors loss profiling state step tree"

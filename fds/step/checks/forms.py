@@ -119,6 +119,10 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "batch": (binds("batch", "call"), "a function (batch, call) -> batch"),
     "split": (binds("batch"), "a function (batch) -> list of microbatches"),
     "frozen": (lambda x: isinstance(x, str | AllBut), "a pattern of parameter names, or AllBut"),
+    "added": (
+        lambda x: has(x, "beside", "lie") and takes(3)(x.beside) and takes(1)(x.lie),
+        "an object with beside(name, x, key) and lie(lies)",
+    ),
     "view": (
         _is_view,
         "a function (x, leaf, call) -> tensor, of one parameter; it may have encode(x, leaf) and check(shapes); with "

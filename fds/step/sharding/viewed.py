@@ -121,7 +121,8 @@ class ViewedSource:
         """Return a handle of it; a leaf, cut off from the parameter."""
         assert self.window is not None
         dtype, p = self.window.meta.dtype, self.parameter
-        wants = p.requires_grad and self.how.around.grad and dtype.is_floating_point
+        trained = any(x.requires_grad for x in (p, *self.others))
+        wants = trained and self.how.around.grad and dtype.is_floating_point
         return handle(self, self.window, dtype, p.device, wants)
 
     def backward(self, grad: Tensor) -> None:
@@ -138,7 +139,7 @@ class ViewedSource:
                 wants = self._checked(out).requires_grad
                 gradients = torch.autograd.grad(out, wanted, grad, allow_unused=True) if wants else []
         for p, gradient in zip(parameters, gradients, strict=False):
-            if gradient is not None:
+            if gradient is not None and p.requires_grad:
                 torch.autograd.backward([p], [gradient], inputs=[p])  # so that its hooks run
 
     def run(self, values: Tensor, *others: Tensor) -> Tensor:

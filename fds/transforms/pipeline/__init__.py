@@ -17,7 +17,7 @@ from fds.errors import ComposeError, PlanError, Rule, count, is_int
 from fds.loss import Layers, LayerSpec
 from fds.plans import LayerCosts, Op, PipelineSchedule, Plan, boundaries_of, validate
 from fds.plans.plan import COMPUTE
-from fds.step import Dimension, Split, Step, fill, transform
+from fds.step import Dimension, Split, Step, fill, transform, with_added
 from fds.transforms.pipeline.computations import Lowered
 from fds.transforms.pipeline.ownership import Ownership
 from fds.transforms.pipeline.post import numbered
@@ -104,7 +104,7 @@ def _ownership(
     """Return which stage has which layers of a step's loss. Raises what `pipeline` says."""
     _check_layers(step)
     loss = step.loss
-    shapes = {name: tuple(x.shape) for name, x in loss.init.trace().items()}
+    shapes = {name: tuple(x.shape) for name, x in with_added(step.added, loss.init.trace()).items()}
     boundaries = _boundaries(loss, shapes, partition, plan.num_stages)
     owned = Ownership(loss, boundaries, plan.placement, stage_axis, ties, shapes)
     owned.check_shared_buffers()

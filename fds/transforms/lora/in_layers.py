@@ -1,0 +1,151 @@
+"""Adapters in modules: places for factors in copies of a loss's modules, and linear layers that compute with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fds import loss as losses, random
+from fds.compression.activations import is_linear
+from fds.errors import ComposeError, LossError
+from fds.loss import Root, Submodules
+from fds.transforms.lora.low_rank import PARTS, LowRank, length
+
+
+@attrs.frozen(eq=False)
+class InLayers:
+    """The rule of linear layers with factors: y = x W^T + s dropout(x) A^T B^T; W + s B A is never made."""
+
+    adapter: LowRank
+    names: Mapping[str, str]  # of weights, by the layer's
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it needs a plan: it does not."""
+        return False
+
+    def check(self, name: str, module: nn.Module) -> None:
+        """Raise `ComposeError` for what is no linear layer."""
+        if not is_linear(module):
+            raise ComposeError(
+                "lora: factors in layers are those of linear layers",
+                where=name,
+                got=type(module).__name__,
+                want="nn.Linear, or Conv1D of transformers",
+                hint="form='view' takes any matrix",
+            )
+
+    def plan(self, call: Any) -> None:
+        """Return nothing: factors are parameters."""
+
+    def run(
+        self,
+        plan: None,
+        call: Any,
+        name: str,
+        module: Any,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Return what a layer returns, and what its factors add. Raises `LossError` for what is no activation."""
+        y, x = forward(*args, **kwargs), args[0] if args else next(iter(kwargs.values()), None)
+        if not (isinstance(x, Tensor) and x.is_floating_point()):
+            raise LossError("lora: a layer is given no activation", where=name, got=f"{type(x).__name__}")
+        a, b, *rest = (_at(module, f"{part}.{self.adapter.name}.weight") for part in PARTS[: 2 + self.adapter.dora])
+        h = F.dropout(x, self.adapter.dropout, training=module.training) if self.adapter.dropout else x
+        h = F.linear(h.to(a.dtype), a) * self.adapter.scale
+        if not rest:
+            flat = torch.addmm(y.reshape(-1, y.shape[-1]), h.reshape(-1, h.shape[-1]).to(y.dtype), b.T.to(y.dtype))
+            return flat.view(y.shape)
+        weight, bias = module.weight, getattr(module, "bias", None)
+        factor = self._factor(weight.detach(), a.detach(), b.detach(), rest[0], self.names[name])
+        y = (y if bias is None else y - bias) + F.linear(h, b).to(y.dtype)
+        y = y * factor.to(y.dtype)
+        return y if bias is None else y + bias
+
+    def _factor(self, weight: Any, a: Tensor, b: Tensor, m: Tensor, name: str) -> Tensor:
+        """Return by what outputs are multiplied: |W_i + s B_i A|^2 = |W_i|^2 + 2 s B_i A W_i + s^2 B_i A A^T B_i."""
+        w, s = (weight.T if name in self.adapter.transposed else weight), self.adapter.scale
+        old = length(w, 1)
+        square = old.square() + ((2 * s) * (w @ a.T.to(w.dtype)) + s * s * (b @ (a @ a.T)).to(w.dtype)).mul(b).sum(1)
+        new = square.clamp_min(0).sqrt()
+        return (old + m) / torch.where(new == 0, 1, new)
+
+    def bake(self, name: str, module: nn.Module, call: Any) -> None:
+        """Do nothing: what is baked has the weights that `Adapted.bake_parameters` returns."""
+
+
+def _at(module: nn.Module, path: str) -> Tensor:
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module  # pyright: ignore[reportReturnType]
+
+
+@attrs.frozen(eq=False, repr=False)
+class Adapted:
+    """The module map: copies of modules have places for what is added, and in layers compute with it."""
+
+    adapter: LowRank
+    places: Mapping[int, Mapping[str, tuple[str, Tensor]]]  # of modules, by number: of each path a name, and its like
+    layers: Submodules | None  # None of views
+
+    def __repr__(self) -> str:
+        return f"adapter {self.adapter.name!r} of rank {self.adapter.rank}"
+
+    def adds(self, number: int) -> Mapping[str, tuple[str, Tensor]]:
+        """Return by path what is added to a module: its name, and what it is like."""
+        return self.places.get(number, {})
+
+    def __call__(self, module: nn.Module, root: Root) -> None:
+        """Have linear layers of a copy compute with their factors."""
+        if self.layers is not None and root.number in self.layers.numbers:  # a criterion is none of them
+            self.layers(module, root)
+
+    def bake_parameters(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return parameters, whole ones by name, with factors in their weights where layers compute with them."""
+        if self.layers is None:
+            return dict(params)
+        x: dict[str, Tensor] = dict(params)
+        for name in params:
+            if all(part in params for part in self.adapter.parts(name)) and self.adapter.chooses(name, x[name].dim()):
+                x[name] = self.adapter.merged(x[name], [params[p].to(x[name]) for p in self.adapter.parts(name)], name)
+        return x
+
+
+def adapted(adapter: LowRank, of: Sequence[Any]) -> tuple[LowRank, Adapted | None, dict[str, list[str]]]:
+    """Return an adapter of the weights of losses, its module map, and what it adds by the name of the weight.
+
+    None for a map where they have no modules. Raises `ComposeError` for factors in layers that are no linear layers.
+    """
+    places = [x for loss in of for x in losses.places_of(loss) if adapter.chooses(x.name, _like(x).dim())]
+    transposed = frozenset(x.name for x in places if not isinstance(x.module, nn.Linear) and is_linear(x.module))
+    adapter = attrs.evolve(adapter, transposed=transposed)
+    names, chosen, more = dict[str, str](), dict[tuple[int, str], str](), dict[str, list[str]]()
+    at: dict[int, dict[str, tuple[str, Tensor]]] = {}
+    for x in places:
+        beside = adapter.beside(x.name, _like(x), random.key(0))
+        more[x.name] = [*beside]
+        for path, local, like in zip(adapter.parts(x.path), adapter.parts(x.local), beside.values(), strict=True):
+            at.setdefault(x.number, {})[path] = (local, like)
+        chosen[x.number, x.path.rpartition(".")[0]] = x.name.rpartition(".")[0]
+        names[x.name.rpartition(".")[0]] = x.name
+    layers = None
+    if adapter.form == "layer":
+        rule = InLayers(adapter, names)
+        for x in places:
+            rule.check(x.name, x.module)
+        numbers = frozenset(x.number for loss in of for x in losses.modules_of(loss))
+        layers = Submodules(rule, chosen, numbers, "lora")
+    return adapter, Adapted(adapter, at, layers) if places else None, more
+
+
+def _like(place: losses.Place) -> Tensor:
+    """Return what a parameter is like, on `meta`."""
+    x = place.module.get_parameter(place.path.rpartition(".")[2])
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
