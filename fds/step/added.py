@@ -24,6 +24,10 @@ Lies = SplitDim | Replicated
 class Adds(Protocol):
     """What adds parameters."""
 
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise an `FdsError` where it adds nothing beside parameters of these whole shapes, and should."""
+        ...
+
     def beside(self, name: str, x: Tensor, key: Tensor) -> Mapping[str, Tensor]:
         """Return what is added beside a whole parameter, by name; on `meta` beside one that is there."""
         ...
@@ -45,6 +49,8 @@ def with_added(adds: Sequence[Adds], params: Any, key: int | Tensor = 0) -> Any:
     if callable(params):
         return functools.partial(_called, adds, params)
     key, names = random.key(key), tree.paths(params)
+    for filler in adds:
+        filler.check({at: tuple(x.shape) for at, x in names.items() if isinstance(x, Tensor)})
     more = {at: _beside(adds, at, x, key, names) for at, x in names.items() if isinstance(x, Tensor)}
     if not any(more.values()):
         return params

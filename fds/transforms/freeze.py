@@ -5,11 +5,11 @@ Law:    equals the step on the other parameters alone, with the frozen ones as c
 Cost:   less: backward computes no gradient for them
 Source: requires_grad_(False), as a value
 
-`quantize_frozen`: hold frozen matrices as int8 codes with a scale for each group of numbers of a row.
+`quantize_frozen`: hold frozen matrices as codes of 8 or 4 bits with a scale for each group of numbers of a row.
 
 Fills:  view                     State:  none: parameters are held as uint8
 Law:    the step whose frozen matrices are the codes times their scales, bit for bit
-Cost:   1.02 bytes a number instead of 4, held and gathered; each use multiplies codes by scales
+Cost:   1.02 bytes a number instead of 4, or 0.52, held and gathered; each use multiplies codes by scales
 Source: blocks as in Dettmers et al. 2022, arXiv:2110.02861, section 2.1; Dettmers et al. 2023, arXiv:2305.14314
 """
 
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from fds import kernels
-from fds.errors import ComposeError, StateError, is_a
+from fds.compression import nf4
+from fds.errors import ComposeError, Rule, StateError, is_a
 from fds.layout import Leaf
 from fds.step import AllBut, Call, Step, fill, transform
 
@@ -54,6 +55,36 @@ _LEAST = 16  # numbers in a row: of fewer, scales are a good part of the bytes
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)  # the largest float64 has no scale in float32
 
 
+def _has_codes(x: Tensor, leaf: Leaf) -> bool:
+    """Say whether a parameter becomes codes. Raises `StateError` for what would be taken for some."""
+    if x.dtype is torch.uint8 and x.ndim > 1:
+        raise StateError(
+            "a parameter of this dtype is taken for codes",
+            where=leaf.name,
+            got=f"{tuple(x.shape)} {x.dtype}",
+            want="int16, or a buffer of a module",
+        )
+    return not (leaf.trained or x.dtype not in _NARROW or x.ndim < 2 or x.shape[-1] < _LEAST)
+
+
+@attrs.frozen
+class Normal4:
+    """A row of c numbers, c even, as the bytes of `fds.compression.nf4`."""
+
+    dtype: torch.dtype  # of the numbers that come back
+    draws = False
+
+    def encode(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """Return the rows of a frozen matrix, (..., nf4.width(c)) uint8; any other parameter as it is."""
+        if not _has_codes(x, leaf) or x.shape[-1] % 2:
+            return x
+        return nf4.pack(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+    def __call__(self, x: Tensor, leaf: Leaf, call: Call) -> Tensor:
+        """Return codes times scales, (..., c); what is not held as rows as it is."""
+        return nf4.numbers(x, self.dtype) if x.dtype is torch.uint8 and x.ndim > 1 else x
+
+
 @attrs.frozen
 class Int8:
     """A row of c numbers as its g = ceil(c / 256) scales, float32, and c codes, int8: 4 g + c bytes of uint8."""
@@ -64,14 +95,7 @@ class Int8:
 
     def encode(self, x: Tensor, leaf: Leaf) -> Tensor:
         """Return the rows of a frozen matrix, (..., 4 g + c) uint8; any other parameter as it is."""
-        if x.dtype is torch.uint8 and x.ndim > 1:
-            raise StateError(
-                "a parameter of this dtype is taken for codes",
-                where=leaf.name,
-                got=f"{tuple(x.shape)} {x.dtype}",
-                want="int16, or a buffer of a module",
-            )
-        if leaf.trained or x.dtype not in _NARROW or x.ndim < 2 or x.shape[-1] < _LEAST:
+        if not _has_codes(x, leaf):
             return x
         *lead, c = x.shape
         width, group = c + 4 * -(-c // GROUP), min(GROUP, -(-c // 8) * 8)
@@ -96,20 +120,26 @@ class Int8:
         return numbers.to(self.dtype)
 
 
-@transform
-def quantize_frozen(*, dtype: torch.dtype = torch.float32):
-    """Hold what is frozen in 8 bits: matrices whose rows have 16 numbers or more; each number is off by 1/254 at most.
+@transform(bits=Rule((8, 4).__contains__, ": {name} are those of a code", "8 or 4"))
+def quantize_frozen(*, bits: int = 8, dtype: torch.dtype = torch.float32):
+    """Hold what is frozen in 8 or 4 bits: matrices whose rows have 16 numbers or more.
 
-    That is 1/254 of the largest of its group, 256 consecutive numbers of a row. `fds.freeze` says what is frozen;
-    without it nothing changes. Frozen parameters of fewer than two dimensions, of shorter rows, and of float64 stay as
-    they are. Numbers are rounded once, in `step.init`. Saves and `fds.export_weights` have the codes, (..., 4 g + c)
-    uint8 for rows of c numbers in g groups; `step.params` and `step.into` give numbers. At stage 3 codes are gathered,
-    and numbers made where the loss reads them; at others they are made for each microbatch.
+    In 8 bits each number is off by 1/254 at most of the largest of its group, 256 consecutive numbers of a row. In 4
+    bits it is one of the 16 numbers of NF4, as in QLoRA, times a scale for each 64 of a row, which is held in 8 bits
+    itself; it is off by 0.153 of the largest of these and 1/200 of the largest of its row at most.
+
+    `fds.freeze` and `fds.lora` say what is frozen; without them nothing changes. Frozen parameters of fewer than two
+    dimensions, of shorter rows, of rows with an odd length in 4 bits, and of float64 stay as they are. Numbers are
+    rounded once, in `step.init`. Saves and `fds.export_weights` have the codes, (..., 4 g + c) uint8 for rows of c
+    numbers in g groups, or (..., c / 2 + ceil(c / 64) + 4 ceil(c / 16384)); `step.params` and `step.into` give numbers.
+    At stage 3 codes are gathered, and numbers made where the loss reads them; at others they are made for each
+    microbatch.
 
     Args:
+        bits: of a code: 8 or 4.
         dtype: of the numbers, before `fds.precision` casts them.
 
-    Raises `ComposeError` for another dtype, and at init where ranks hold different parameters (a pipeline, a tensor
+    Raises `ComposeError` for anything else, and at init where ranks hold different parameters (a pipeline, a tensor
     axis); `StateError` at init for a uint8 matrix among the parameters.
     """
     if dtype not in _NARROW:
@@ -120,6 +150,6 @@ def quantize_frozen(*, dtype: torch.dtype = torch.float32):
         )
 
     def apply(step: Step) -> Step:
-        return fill(step, view=Int8(dtype))
+        return fill(step, view=Int8(dtype) if bits == 8 else Normal4(dtype))
 
     return apply

@@ -120,8 +120,10 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "split": (binds("batch"), "a function (batch) -> list of microbatches"),
     "frozen": (lambda x: isinstance(x, str | AllBut), "a pattern of parameter names, or AllBut"),
     "added": (
-        lambda x: has(x, "beside", "lie") and takes(3)(x.beside) and takes(1)(x.lie),
-        "an object with beside(name, x, key) and lie(lies)",
+        lambda x: (
+            has(x, "check", "beside", "lie") and all(takes(n)(f) for n, f in ((1, x.check), (3, x.beside), (1, x.lie)))
+        ),
+        "an object with check(shapes), beside(name, x, key) and lie(lies)",
     ),
     "view": (
         _is_view,

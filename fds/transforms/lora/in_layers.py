@@ -96,7 +96,7 @@ class Adapted:
     layers: Submodules | None  # None of views
 
     def __repr__(self) -> str:
-        return f"adapter {self.adapter.name!r} of rank {self.adapter.rank}"
+        return f"{self.adapter!r}, in {'views' if self.layers is None else 'layers'}"
 
     def adds(self, number: int) -> Mapping[str, tuple[str, Tensor]]:
         """Return by path what is added to a module: its name, and what it is like."""
@@ -137,6 +137,8 @@ def adapted(adapter: LowRank, of: Sequence[Any]) -> tuple[LowRank, Adapted | Non
         names[x.name.rpartition(".")[0]] = x.name
     layers = None
     if adapter.form == "layer":
+        if shapes := {x.name: tuple(_like(x).shape) for loss in of for x in losses.places_of(loss)}:
+            adapter.check(shapes)
         rule = InLayers(adapter, names)
         for x in places:
             rule.check(x.name, x.module)

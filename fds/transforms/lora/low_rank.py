@@ -26,7 +26,7 @@ Lies = SplitDim | Replicated
 PARTS = ("lora_A", "lora_B", "lora_M")
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class LowRank:
     """An adapter: which weights have factors, of which rank, and by what their product is multiplied.
 
@@ -52,6 +52,9 @@ class LowRank:
     dora: bool
     transposed: frozenset[str] = attrs.field(default=frozenset(), repr=False)
     draws: ClassVar = False
+
+    def __repr__(self) -> str:
+        return f"{self.name!r} of rank {self.rank} beside {tree.named(self.patterns)}"
 
     @property
     def scale(self) -> float:
