@@ -13,7 +13,7 @@ DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-cpus test-browser test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-loading bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-efficiency bench-context bench-analysing bench-dropping bench-sparse bench-bert bench-compressing bench-tuning gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
+.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-cpus test-browser test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-loading bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-efficiency bench-context bench-analysing bench-dropping bench-sparse bench-bert bench-compressing bench-adapters bench-tuning gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -128,6 +128,9 @@ bench-efficiency: $(READY)  ## train the main job with curricula and fewer token
 
 bench-compressing: $(READY)  ## compress the main job: held-out loss, bytes, speed of the baked model; time of a rounded step
 	@$(BIN)/python benchmarks/compressing.py $(ARGS)
+
+bench-adapters: $(READY)  ## time a step with adapters, in layers, views and on weights of 4 bits, beside a full one
+	@$(BIN)/python benchmarks/adapters.py $(ARGS)
 
 bench-context: $(READY)  ## time and weigh Ulysses and ring attention at 8k tokens beside one rank
 	@$(BIN)/python benchmarks/context.py $(ARGS)

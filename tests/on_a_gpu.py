@@ -63,6 +63,7 @@ NOT_ON_A_GPU = {
     "tests/benchmarks": _OF_THE_HOST,
     "tests/command_line": _OF_THE_HOST,
     "tests/compression": "files, and what was recorded of others on a CPU; kernels have tests of their own",
+    "tests/adapters": "files, and products that are compared with a CPU's; not tried on a GPU",
     "tests/distill": "in float64, on simulated ranks; not tried on a GPU",
     "tests/profiling": "it counts the operators that run on a CPU",
     "tests/config": _DRAWN_FOR_A_CPU,

@@ -40,6 +40,7 @@ ROOMS = (  # in the order of data flow
     "fds.transports",
     "fds.compression",
     "fds.distill",
+    "fds.adapters",
     "fds.debugging",
     "fds.reporting",
     "fds.config",

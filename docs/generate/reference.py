@@ -35,6 +35,7 @@ TITLES = {
     "fds.transports": "Messages in fewer bytes",
     "fds.compression": "Smaller models",
     "fds.distill": "Students and teachers",
+    "fds.adapters": "Adapters",
     "fds.debugging": "Debugging a run",
     "fds.reporting": "The page of a run",
     "fds.config": "DeepSpeed's configuration",

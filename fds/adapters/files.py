@@ -13,17 +13,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fds import tree
-from fds.errors import StateError, StorageError, is_a
+from fds.errors import StateError, StorageError, is_a, is_number
 from fds.state import State
 from fds.step import Step, Transform
 from fds.storage.disk.files import check_path, read_errors
@@ -143,9 +145,16 @@ def _written(
             where="name",
             got="; ".join(map(repr, adapters))[:160],
             want="one of dora, stabilized, dropout, and weights that all are (out, in) or (in, out)",
-            hint="other names for others: fds.lora(..., name='second')",
+            hint="fds.lora(..., name='second') is another file",
         )
     modules = sorted({name.rpartition(".")[0] for name in trained if not is_part(name)})
+    if both := [module for module in modules if module in ranks]:
+        raise StorageError(
+            "peft trains a module or has an adapter of it",
+            where=both[0],
+            got="both",
+            want="train=... with other modules than those of patterns",
+        )
     whole = {f"{PREFIX}{n}": x for n, x in params.items() if n.rpartition(".")[0] in modules and not is_part(n)}
     (stabilized, dora, dropout), (rank, alpha) = options.pop(), (_usual(ranks), _usual(alphas))
     config = {
@@ -155,9 +164,9 @@ def _written(
         "inference_mode": True,
         "r": rank,
         "lora_alpha": alpha,
-        "rank_pattern": {module: r for module, r in ranks.items() if r != rank},
-        "alpha_pattern": {module: a for module, a in alphas.items() if a != alpha},
-        "target_modules": sorted(ranks),
+        "rank_pattern": {f"^{re.escape(module)}": r for module, r in ranks.items() if r != rank},
+        "alpha_pattern": {f"^{re.escape(module)}": a for module, a in alphas.items() if a != alpha},
+        "target_modules": _targets(sorted(ranks), {name.rpartition(".")[0] for name in params}),
         "modules_to_save": modules or None,
         "lora_dropout": dropout,
         "use_rslora": stabilized,
@@ -167,6 +176,12 @@ def _written(
         "init_lora_weights": True,
     }
     return {**tensors, **whole}, config
+
+
+def _targets(modules: list[str], others: set[str]) -> list[str] | str:
+    """Return what peft finds these modules by: their paths; a regular expression where one is the end of another's."""
+    ends = any(other.endswith(f".{module}") and other not in modules for module in modules for other in others)
+    return "|".join(map(re.escape, modules)) if ends else modules
 
 
 def _usual(values: Mapping[str, Any]) -> Any:
@@ -191,8 +206,14 @@ def read(folder: str | os.PathLike[str], *, name: str = "default", form: str = "
     as were written where ranks had slices, embeddings, convolutions, and options that `fds.lora` has not.
     """
     source = check_path(folder, "folder")
+    if form not in ("layer", "view"):
+        raise StorageError("no such form", where="form", got=repr(form)[:60], want='"layer" or "view"')
     with read_errors("read", source):
-        text, tensors = (source / CONFIG).read_text(), load_file(source / MODEL)
+        text = (source / CONFIG).read_text()
+        try:
+            tensors = load_file(source / MODEL)
+        except SafetensorError as error:
+            raise _refused(source, MODEL, str(error), "safetensors") from None
     config = _parsed(text, source / CONFIG)
     ranks, scales, lengths, whole = dict[str, int](), dict[str, float](), dict[str, str](), dict[str, Tensor]()
     for key, x in tensors.items():
@@ -219,10 +240,16 @@ def read(folder: str | os.PathLike[str], *, name: str = "default", form: str = "
             ranks[module] = len(x)
         if part == "lora_M":
             lengths[full] = f"{module}.weight"
+    dropout = config.get("lora_dropout") or 0
+    if not (is_number(dropout) and 0 <= dropout < 1):
+        raise _refused(source, "lora_dropout", dropout, "0 <= lora_dropout < 1")
     for module in ranks:
-        alpha = _of_module(config.get("alpha_pattern"), module, config.get("lora_alpha"))
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not (math.isfinite(alpha) and alpha > 0):
-            raise _refused(source, "lora_alpha", alpha, "a number > 0")
+        try:
+            alpha = _of_module(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+        except re.error:
+            raise _refused(source, "alpha_pattern", config["alpha_pattern"], "regular expressions") from None
+        if not (is_number(alpha) and 0 < alpha < math.inf):
+            raise _refused(source, "lora_alpha", alpha, "a finite number > 0")
         scales[module] = float(alpha)
         b = whole.get(f"{module}.lora_B.{name}.weight")
         if b is None or b.shape[1] != ranks[module]:
@@ -230,7 +257,7 @@ def read(folder: str | os.PathLike[str], *, name: str = "default", form: str = "
     if not ranks:
         raise _refused(source, MODEL, tree.named([*tensors]), "lora_A and lora_B")
     flags = {"stabilized": bool(config.get("use_rslora")), "dora": bool(config.get("use_dora"))}
-    dropout = 0.0 if form == "view" else float(config.get("lora_dropout") or 0)
+    dropout = 0.0 if form == "view" else float(dropout)
     groups: dict[tuple[int, float], list[str]] = {}
     for module, rank in ranks.items():
         groups.setdefault((rank, scales[module]), []).append(f"{module}.weight")
@@ -264,9 +291,9 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
 
 
 def _of_module(pattern: Any, module: str, usual: Any) -> Any:
-    """Return what a pattern of peft says of a module: its path, or the end of it."""
-    listed = pattern if is_a(pattern, dict) else {}
-    return next((x for key, x in listed.items() if module == key or module.endswith(f".{key}")), usual)
+    """Return what a pattern of peft says of a module: regular expressions of its path, or of the end of it."""
+    listed: Mapping[str, Any] = pattern if is_a(pattern, dict) else {}
+    return next((x for key, x in listed.items() if re.match(rf"(.*\.)?({key})$", module)), usual)
 
 
 def _refused(path: Path, key: str, got: Any, want: str) -> StorageError:

@@ -287,6 +287,7 @@ def test_a_loss_without_modules_takes_views():
         "no pattern": (lambda: fds.lora(rank=2), ComposeError, "patterns"),
         "no rank": (lambda: lora(rank=0), ComposeError, "rank"),
         "a rank that is no int": (lambda: lora(rank=1.5), ComposeError, "rank"),
+        "an infinite scale": (lambda: lora(alpha=math.inf), ComposeError, "alpha"),
         "no scale": (lambda: lora(alpha=0), ComposeError, "alpha"),
         "a scale that is no number": (lambda: lora(alpha=math.nan), ComposeError, "alpha"),
         "no form": (lambda: lora("matrix"), ComposeError, "form"),

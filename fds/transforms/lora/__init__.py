@@ -10,6 +10,7 @@ Source: Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -32,7 +33,9 @@ def _is_name(x: Any) -> bool:
 @transform(
     several=True,
     rank=count(": {name} is that of factors", 1),
-    alpha=Rule(lambda x: is_number(x) and x > 0, ": {name} scales a product", "a number > 0").or_none(),
+    alpha=Rule(
+        lambda x: is_number(x) and 0 < x < math.inf, ": {name} scales a product", "a finite number > 0"
+    ).or_none(),
     form=Rule(("layer", "view").__contains__, ": no such {name}", '"layer" or "view"'),
     stabilized=FLAG,
     dora=FLAG,
@@ -100,7 +103,10 @@ def lora(
                 want="patterns of weights of fds.Layers, or of the module of fds.functional that the loss calls",
                 hint="form='view' needs no modules",
             )
-        step = fill(step, added=adapter, frozen=AllBut((TRAINED, *train)))
+        others = [x for x in step.frozen if isinstance(x, AllBut) and TRAINED in x.patterns]  # of other adapters
+        names_trained = dict.fromkeys([TRAINED, *(pattern for x in others for pattern in x.patterns), *train])
+        step = attrs.evolve(step, frozen=tuple(x for x in step.frozen if x not in others))
+        step = fill(step, added=adapter, frozen=AllBut(tuple(names_trained)))
         if modules is not None:
             step = fill(step, modules=modules)
         if form == "view":

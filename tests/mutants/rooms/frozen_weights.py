@@ -16,8 +16,8 @@ MUTANTS = (
     Mutant(
         "trained-weights-in-8-bits",
         FILE,
-        "if leaf.trained or x.dtype",
-        "if x.dtype",
+        "not (leaf.trained or x.dtype",
+        "not (x.dtype",
         "what is trained becomes codes, which nothing trains",
         LAW,
     ),
