@@ -198,7 +198,7 @@ def encoded_leaves(step: Stations, params: Any) -> dict[str, Leaf]:
         return {}
     with torch.device("meta"):
         shapes = params.trace() if isinstance(params, losses.Recipe) else params
-        shapes = shapes(random.key(0)) if callable(shapes) else shapes
+        shapes = with_added(step.added, shapes(random.key(0)) if callable(shapes) else shapes)
     meta = {name: x.to("meta") for name, x in tree.paths(shapes).items()}
     leaves = _structure(step, shapes)[1]
     return {n: leaves[n] for n, x in meta.items() if encode(step.encodings, x, leaves[n]) is not x}

@@ -73,6 +73,7 @@ class Normal4:
 
     dtype: torch.dtype  # of the numbers that come back
     draws = False
+    by_row = True
 
     def encode(self, x: Tensor, leaf: Leaf) -> Tensor:
         """Return the rows of a frozen matrix, (..., nf4.width(c)) uint8; any other parameter as it is."""

@@ -87,7 +87,7 @@ class LowRank:
         names, shapes = self.parts(name), [(self.rank, inner), (out, self.rank), (out,)]
         parts = {part: x.new_zeros(shape, dtype=dtype) for part, shape in zip(names, shapes, strict=False)}
         if not x.is_meta and inner:
-            drawn = torch.rand(shapes[0], generator=random.generator(random.fold_in(key, names[0])))
+            drawn = torch.rand(shapes[0], generator=random.generator(random.fold_in(key, names[0])), device="cpu")
             parts[names[0]].copy_(drawn.mul_(2).sub_(1).div_(math.sqrt(inner)))
         return parts
 
