@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # as a module and as a fi
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
-from gpt import model as gpt
+from gpt import model as gpt  # pyright: ignore[reportMissingImports]
 from rich.console import Console
 from torch import Tensor, nn
 

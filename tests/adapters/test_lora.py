@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def lora(form="layer", **more):
     return fds.lora("(0|1).*.weight", **{"rank": 2, "alpha": 3, "form": form, **more})
 
 
-def trained(*parts, given=PARAMS, calls=3, loss=LAYERS, optimizer=None):
+def trained(*parts, given: Any = PARAMS, calls=3, loss: Any = LAYERS, optimizer=None):
     step = fds.compose(*parts, optimizer or fds.adamw(LR, weight_decay=0.1))(loss)
     state, losses = step.init(given, key=1), []
     for _ in range(calls):

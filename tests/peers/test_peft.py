@@ -1,5 +1,6 @@
 """Adapters beside peft: the same numbers and gradients on GPT-2 and Llama, and its files both ways."""
 
+import importlib
 import warnings
 
 import pytest
@@ -15,29 +16,29 @@ PATTERN = {"gpt2": "*.(c_attn|c_fc|c_proj).weight", "llama": "*.(q|v|up|down)_pr
 
 
 def model(family):
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
+    transformers = importlib.import_module("transformers")
     torch.manual_seed(0)
     if family == "gpt2":
         kind = {"vocab_size": 31, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
         kind |= {"bos_token_id": 0, "eos_token_id": 0}
-        return GPT2LMHeadModel(GPT2Config(**kind, attn_implementation="eager")).double().eval()
-    config = LlamaConfig(
+        return (
+            transformers.GPT2LMHeadModel(transformers.GPT2Config(**kind, attn_implementation="eager")).double().eval()
+        )
+    config = transformers.LlamaConfig(
         vocab_size=31, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, bos_token_id=0, eos_token_id=0, attn_implementation="eager",
     )  # fmt: skip
-    return LlamaForCausalLM(config).double().eval()
+    return transformers.LlamaForCausalLM(config).double().eval()
 
 
 def peft_of(family, kind):
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
+    peft = importlib.import_module("peft")
+    config = peft.LoraConfig(
         r=3, lora_alpha=5, target_modules=TARGETS[family], use_dora="dora" in kind,
         use_rslora="stabilized" in kind, fan_in_fan_out=family == "gpt2",
         modules_to_save=["lm_head"] if family == "llama" else None,  # GPT-2's is its embedding
     )  # fmt: skip
-    adapted = get_peft_model(model(family), config, autocast_adapter_dtype=False).eval()
+    adapted = peft.get_peft_model(model(family), config, autocast_adapter_dtype=False).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in adapted.named_parameters():
@@ -88,8 +89,7 @@ def test_loss_and_gradients_are_those_of_peft(family, kind, form, tmp_path, quie
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", TARGETS)
 def test_peft_reads_what_is_written(family, kind, tmp_path, quiet):
-    from peft import PeftModel
-
+    peft = importlib.import_module("peft")
     apply, params, _ = fds.functional(model(family))
     train = ["lm_head.weight"] if family == "llama" else []
     step = fds.compose(
@@ -99,7 +99,7 @@ def test_peft_reads_what_is_written(family, kind, tmp_path, quiet):
     for _ in range(2):
         state, _ = step(state, tokens())
     fds.adapters.save(tmp_path, step, state)
-    theirs = PeftModel.from_pretrained(model(family), tmp_path, autocast_adapter_dtype=False).eval()
+    theirs = peft.PeftModel.from_pretrained(model(family), tmp_path, autocast_adapter_dtype=False).eval()
     loss = theirs(input_ids=tokens(), labels=tokens()).loss.detach()
     torch.testing.assert_close(loss, step.evaluate(state, tokens())["loss"], rtol=1e-6, atol=1e-9)
     merged = theirs.merge_and_unload()
