@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from typing import get_args
 
 import torch
 
+from fds.collectives.launch import launched
 from fds.command_line import Parser, count
+from fds.config.reading import Unknown
 from fds.tuning.scripts import Tuned, tune_script
 
 Options = argparse.Namespace
@@ -20,11 +24,14 @@ def fill(parser: Parser) -> None:
         examples={
             "fds tune ds_config.json train.py": "on one rank",
             "fds tune ds_config.json --ranks 4 train.py --epochs 1": "on four; what follows the script is its own",
+            "torchrun --nnodes 2 ... -m fds tune ds_config.json train.py": "on the ranks of two machines",
         },
         after="docs/tuning.md is the guide; fds.tune searches compositions in Python.",
     )
     parser.add_argument("config", metavar="FILE", help="a JSON file with the section autotuning")
-    parser.add_argument("--ranks", type=count, default=1, metavar="N", help="processes of each run (%(default)s)")
+    parser.add_argument(
+        "--ranks", type=count, metavar="N", help="processes of each run (1; under a launcher as many as it started)"
+    )
     parser.add_argument(
         "--limit", type=float, default=600.0, metavar="SECONDS", help="after which a run is ended (%(default)g)"
     )
@@ -32,23 +39,29 @@ def fill(parser: Parser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help='of the order, where "tuner_type" is "random" (%(default)s)'
     )
+    parser.add_argument(
+        "--unknown", choices=get_args(Unknown), default="error", help="how unknown keys are treated (%(default)s)"
+    )
     parser.add_argument("script", metavar="SCRIPT", help="the script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="what the script is given")
     parser.set_defaults(run=_tune)
 
 
 def _tune(options: Options) -> int:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, launch = "cuda" if torch.cuda.is_available() else "cpu", launched(os.environ)
+    ranks = options.ranks or (launch.world_size if launch else 1)
     tuned = tune_script(
         options.config,
         [options.script, *options.arguments],
-        ranks=options.ranks,
+        ranks=ranks,
         limit=options.limit,
         memory=options.memory,
         device=device,
         seed=options.seed,
+        unknown=options.unknown,
     )
-    print("\n".join(_lines(tuned)))
+    if launch is None or launch.rank == 0:
+        print("\n".join(_lines(tuned)))
     return 0
 
 
@@ -57,5 +70,5 @@ def _lines(tuned: Tuned) -> list[str]:
     return [
         f"{len(tuned.trials)} experiments, of which {ran} have run",
         f"best: {tuned.best.experiment.name}, {json.dumps(tuned.best.value)}",
-        f"written: {tuned.file}",
+        f"written: {tuned.file}, and the program that it comes to: {tuned.file.with_suffix('.py').name}",
     ]

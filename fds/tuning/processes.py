@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -35,23 +35,24 @@ class Ended:
     why: str = ""
 
 
-def run_ranks(work: Callable[..., None], arguments: Sequence[Any], *, num_ranks: int, limit: float) -> Ended:
-    """Run `work(tell, *arguments)` in as many fresh processes, ranks that meet over the loopback; kill those left.
+def run_processes(
+    work: Callable[..., None], arguments: Sequence[Any], environs: Sequence[Mapping[str, str]], *, limit: float
+) -> Ended:
+    """Run `work(tell, *arguments)` in a fresh process for each environment, ranks that meet; kill those left.
 
     `tell(value)` hands a value to this process at once, so that what was told stays where a later part fails. All are
     killed once `limit` seconds have passed, and soon after one fails. Values and arguments are pickled.
 
     Raises `FdsError` for arguments that do not pickle, and where a process ends before it has imported what it needs.
     """
-    context, port = multiprocessing.get_context("spawn"), free_port()
+    context = multiprocessing.get_context("spawn")
     processes, ends, until = [], dict[Connection, int](), time.monotonic() + limit
-    answers: list[list[Any]] = [[] for _ in range(num_ranks)]
+    answers: list[list[Any]] = [[] for _ in environs]
     begun, failures = set[int](), dict[int, tuple[str, str]]()
     try:
-        for rank in range(num_ranks):
+        for rank, environ in enumerate(environs):
             here, there = context.Pipe(duplex=False)
-            environ = environ_of(rank, num_ranks, port)
-            process = context.Process(target=_rank, args=(environ, there, work, tuple(arguments)), daemon=True)
+            process = context.Process(target=_rank, args=(dict(environ), there, work, tuple(arguments)), daemon=True)
             try:
                 process.start()
             except OSError:  # of the machine, which starts no more processes
@@ -86,19 +87,20 @@ def run_ranks(work: Callable[..., None], arguments: Sequence[Any], *, num_ranks:
                 if failures:
                     until = min(until, time.monotonic() + _GRACE)
         if ends and not failures:
-            late = ", ".join(map(str, sorted(ends.values())))
-            failures[min(ends.values())] = "hung", f"{late} of {num_ranks} ranks not done after {limit:g} s"
+            late, total = ", ".join(environs[rank]["RANK"] for rank in sorted(ends.values())), environs[0]["WORLD_SIZE"]
+            failures[min(ends.values())] = ("hung", f"{late} of {total} ranks not done after {limit:g} s")
     finally:
         for process in processes:
             process.kill()
             process.join()
     heard = tuple(map(tuple, answers))
-    if not failures:
-        return Ended(heard, "done")
-    # a rank that lost another says so later than that other ended
-    rank = min(failures, key=lambda rank: (failures[rank][1].startswith("RankError"), rank))
-    how, why = failures[rank]
-    return Ended(heard, how, f"rank {rank}: {why}")
+    ends_of = [Ended((), how, f"rank {environs[rank]['RANK']}: {why}") for rank, (how, why) in sorted(failures.items())]
+    return attrs.evolve(first_of([*ends_of, Ended((), "done")]), answers=heard)
+
+
+def first_of(ends: Sequence[Ended]) -> Ended:
+    """Return the one that says best why a job ended: a rank that lost another says so later than that other ended."""
+    return min(ends, key=lambda end: (end.how == "done", ": RankError" in end.why, end.how == "hung"))
 
 
 def environ_of(rank: int, num_ranks: int, port: int) -> dict[str, str]:
@@ -108,9 +110,9 @@ def environ_of(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port of the loopback on which nobody listens."""
+    """Return a port of this machine on which nobody listens."""
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+        s.bind(("", 0))
         return s.getsockname()[1]
 
 
@@ -119,7 +121,7 @@ def _rank(environ: dict[str, str], end: Connection, work: Callable[..., None], a
     end.send(("began", ""))
     os.environ.update(environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that started this process is asked, and kills it
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(environ["WORLD_SIZE"])))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(environ["LOCAL_WORLD_SIZE"])))
     try:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(environ["LOCAL_RANK"]) % torch.cuda.device_count())

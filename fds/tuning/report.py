@@ -14,7 +14,8 @@ from fds import _html
 from fds.errors import FdsError
 from fds.tuning.prediction import Prediction
 from fds.tuning.rehearsal import Footprint
-from fds.tuning.spaces import Candidate
+from fds.tuning.spaces import Candidate, Space
+from fds.tuning.written import json_of, python_of
 
 _HEAD = ("candidate", "outcome", "predicted ms", "measured ms", "rows/s", "predicted MB", "measured MB", "why")
 
@@ -52,12 +53,14 @@ class Report:
         factors: of computing and of messages, which fit the trials (`fds.tuning.prediction`).
         num_rows: of the batch of all ranks.
         seconds: that the search took.
+        space: what was searched.
     """
 
     rows: tuple[Row, ...] = attrs.field(converter=lambda rows: _sorted(rows))
     factors: tuple[float, float]
     num_rows: int
     seconds: float
+    space: Space
 
     @property
     def best(self) -> Row:
@@ -66,17 +69,27 @@ class Report:
             raise FdsError("no candidate has run", got=str(self), hint="report.rows says why of each")
         return self.rows[0]
 
+    def python(self) -> str:
+        """Return a program that makes the best candidate: `mesh`, and `composition`, to be called with the loss."""
+        return python_of(self.space, self.best.candidate)
+
     def to_json(self) -> str:
-        """Return the best candidate as JSON: its axes and choices, seconds and bytes."""
-        best = self.best
+        """Return the best candidate as JSON: its axes and choices, seconds and bytes; `config` and what that leaves.
+
+        `config` is a JSON of DeepSpeed for `fds.initialize(mesh=)`, with the optimizer where the composition has one of
+        its own. `unsaid` lists what of the composition it does not say, or says otherwise.
+        """
+        best, candidate = self.best, self.best.candidate
         cost = {"seconds": best.measured, "num_bytes": best.num_bytes}
-        return json.dumps({"axes": dict(best.candidate.axes), "choices": dict(best.candidate.choices), **cost})
+        keys = attrs.asdict(json_of(self.space, candidate, self.num_rows))
+        return json.dumps({"axes": dict(candidate.axes), "choices": dict(candidate.choices), **cost, **keys})
 
     def __str__(self) -> str:
         table = [_HEAD, *map(self._cells, self.rows)]
         widths = [max(len(line[i]) for line in table) for i in range(len(_HEAD))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
-        return "\n".join(line.rstrip() for line in [*lines, *self._notes()])
+        best = ["", self.python()] if self.rows and self.rows[0].measured is not None else []
+        return "\n".join(line.rstrip() for line in [*lines, *self._notes(), *best])
 
     def _notes(self) -> list[str]:
         """Return what is not in the bytes that were predicted."""

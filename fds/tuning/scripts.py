@@ -15,10 +15,13 @@ from typing import Any
 import attrs
 
 from fds.config.autotuning import Autotuning, Experiment, ModelSize, Trial as Measured, best_of, search
+from fds.config.composition import axes_of
+from fds.config.reading import Unknown
+from fds.config.training import TrainingConfig
 from fds.config.trial import VARIABLE, Trial
 from fds.errors import ConfigError
 from fds.tuning.journal import Journal
-from fds.tuning.processes import environ_of, free_port
+from fds.tuning.places import Place, place_of
 from fds.tuning.search import room_of
 
 BEST = "ds_config_optimal.json"
@@ -32,11 +35,13 @@ class Tuned:
         trials: in their order.
         best: the first of the best.
         file: its configuration.
+        python: the program that this comes to.
     """
 
     trials: tuple[Measured, ...]
     best: Measured
     file: Path
+    python: str
 
 
 def tune_script(
@@ -48,12 +53,14 @@ def tune_script(
     memory: int | None = None,
     device: str = "cpu",
     seed: int = 0,
+    unknown: Unknown = "error",
     show: Callable[[str], object] = print,
 ) -> Tuned:
     """Run a script with one configuration after another, in DeepSpeed's order, and write down the fastest.
 
     The script trains by `fds.initialize` and its loader, or reads the rows of a batch from an option that
-    `arg_mappings` names. It is run on all ranks of this machine, and ends itself once it has measured.
+    `arg_mappings` names. It is run on all ranks, of this machine or beside those that a launcher has started, and ends
+    itself once it has measured.
 
     Args:
         config: a JSON with the section `autotuning`, in which keys may have lists of values.
@@ -63,29 +70,37 @@ def tune_script(
         memory: bytes that a rank may hold; None for its share of what is there.
         device: "cpu" or "cuda", for the memory.
         seed: of the order where `tuner_type` is "random".
+        unknown: as `TrainingConfig.of` takes it.
         show: called with a line for each run.
 
-    In `results_dir` are the best configuration, `ds_config_optimal.json`, and a journal, from which the next search
-    goes on unless `overwrite`; in `exps_dir` a folder for each experiment, with what its ranks wrote.
+    In `results_dir` are the best configuration, `ds_config_optimal.json`, the program that it comes to beside it, and a
+    journal, from which the next search goes on unless `overwrite`; in `exps_dir` a folder for each experiment, with
+    what its ranks wrote.
 
     Raises `ConfigError` for a JSON without autotuning, a script that does not run even once, and where none of the
     experiments runs.
     """
-    tuning = Autotuning.of(config, ranks=ranks)
+    tuning, place = Autotuning.of(config, ranks=ranks, unknown=unknown), place_of(ranks)
     results = Path(tuning.section.results_dir)
     results.mkdir(parents=True, exist_ok=True)
-    if tuning.section.overwrite:
-        (results / "journal.jsonl").unlink(missing_ok=True)
-    journal = Journal(results / "journal.jsonl", json.dumps([tuning.data, ranks, *script], default=repr))
-    runs = _Runs(tuning, tuple(script), journal, limit, show)
-    trials = search(tuning, runs.measure, model=runs.size(), memory_bytes=memory or room_of(device, ranks), seed=seed)
+    file = results / "journal.jsonl" if place.is_first else None
+    if file is not None and tuning.section.overwrite:
+        file.unlink(missing_ok=True)
+    journal = Journal(file, json.dumps([tuning.data, ranks, *script], default=repr))
+    journal.answers = place.agree(journal.answers)
+    runs = _Runs(tuning, tuple(script), journal, limit, show if place.is_first else lambda line: None, place)
+    room = memory or min(place.everyones(room_of(device, place.num_here)))
+    trials = search(tuning, runs.measure, model=runs.size(), memory_bytes=room, seed=seed)
     best = best_of(tuning, trials)
     if best is None:
         where = f"{tuning.section.exps_dir}/{trials[-1].experiment.name}" if trials else "autotuning"
         raise ConfigError("none of the experiments runs", where=where, got=f"{len(trials)} that do not")
-    file = results / BEST
-    file.write_text(json.dumps(best.experiment.config, indent=4) + "\n", encoding="utf-8")
-    return Tuned(tuple(trials), best, file)
+    chosen, file = TrainingConfig.of(best.experiment.config, unknown=unknown), results / BEST
+    python = chosen.explain(axes_of(chosen, ranks))
+    if place.is_first:
+        file.write_text(json.dumps(best.experiment.config, indent=4) + "\n", encoding="utf-8")
+        file.with_suffix(".py").write_text(python + "\n", encoding="utf-8")
+    return Tuned(tuple(trials), best, file, python)
 
 
 @attrs.frozen(eq=False)
@@ -95,6 +110,7 @@ class _Runs:
     journal: Journal
     limit: float
     show: Callable[[str], object]
+    place: Place
 
     def size(self) -> ModelSize:
         """Return the size of the model: what the JSON says, and what one run with a microbatch of one row finds."""
@@ -132,8 +148,10 @@ class _Runs:
         )
         command = [sys.executable, *with_options(self.script, section.arg_mappings or {}, experiment.config)]
         path = trial.written(folder / "trial.json")
-        why = run_command(command, self.tuning.ranks, {VARIABLE: str(path.absolute())}, folder, self.limit)
-        answer = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"why": why or "it ended by itself"}
+        environs = [{**environ, VARIABLE: str(path.absolute())} for environ in self.place.environs(self.tuning.ranks)]
+        reasons = self.place.everyones(run_command(command, environs, folder, self.limit))
+        why = next(filter(None, reasons), "it ended by itself")
+        answer = self.place.agree(json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"why": why})
         self.journal[experiment.name] = answer
         return answer
 
@@ -150,6 +168,7 @@ def with_options(script: Sequence[str], options: Mapping[str, str], config: Mapp
         value, option = _at(config, path.strip()), name.strip()
         if value is None or value == "auto":  # which the script says by itself
             continue
+        option = option if option.startswith("-") else f"--{option}"
         if option in command[:-1]:
             command[command.index(option) + 1] = str(value)
         else:
@@ -163,23 +182,19 @@ def _at(config: Any, path: str) -> Any:
     return config
 
 
-def run_command(command: Sequence[str], ranks: int, environ: Mapping[str, str], folder: Path, limit: float) -> str:
+def run_command(command: Sequence[str], environs: Sequence[Mapping[str, str]], folder: Path, limit: float) -> str:
     """Run a command once for each rank, with what it writes in files of the folder; return why it failed, or "".
 
     All are killed, with the processes that they have started, once one has failed or `limit` seconds have passed.
     """
-    port = free_port()
-    processes, files = [], [folder / f"rank{rank}.log" for rank in range(ranks)]
+    ranks = [environ["RANK"] for environ in environs]
+    processes, files = [], [folder / f"rank{rank}.log" for rank in ranks]
     try:
-        for rank, file in enumerate(files):
+        for environ, file in zip(environs, files, strict=True):
             with file.open("w") as log:
                 processes.append(
                     subprocess.Popen(
-                        command,
-                        env={**os.environ, **environ_of(rank, ranks, port), **environ},
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
+                        command, env={**os.environ, **environ}, stdout=log, stderr=log, start_new_session=True
                     )
                 )
         until = time.monotonic() + limit
@@ -192,9 +207,9 @@ def run_command(command: Sequence[str], ranks: int, environ: Mapping[str, str], 
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if failed := [rank for rank, code in enumerate(codes) if code]:
+    if failed := [i for i, code in enumerate(codes) if code]:
         lines = files[failed[0]].read_text(errors="replace").strip().splitlines() or [f"exit code {codes[failed[0]]}"]
-        return f"rank {failed[0]}: {_error_of(lines)}"
+        return f"rank {ranks[failed[0]]}: {_error_of(lines)}"
     return f"not done after {limit:g} s" if None in codes else ""
 
 

@@ -19,9 +19,9 @@ from fds import __version__, tree
 from fds.collectives import fingerprint
 from fds.errors import FdsError, is_a, is_int, is_number
 from fds.tuning.journal import Journal
+from fds.tuning.places import Launched, Place, place_of
 from fds.tuning.prediction import Prediction, fit
 from fds.tuning.problem import Problem
-from fds.tuning.processes import run_ranks
 from fds.tuning.rehearsal import Footprint, Message, rehearse, weigh
 from fds.tuning.report import Report, Row
 from fds.tuning.spaces import Candidate, Space
@@ -89,7 +89,9 @@ def tune(
     together ranks the candidates; the first are tried in fresh processes that meet and train, and each trial corrects
     the ranking. The search ends with its budget, or where no other candidate is expected within 5% of the best.
 
-    A program that calls it does so under `if __name__ == "__main__":`, for trials import it.
+    A program that calls it does so under `if __name__ == "__main__":`, for trials import it. On all ranks that a
+    launcher has started, of one machine or several, it is one search: a process of a trial runs beside each of them,
+    messages are timed on the links between them, and all return the report. The journal is the first rank's.
 
     Args:
         loss: as for `compose(...)(loss)`. It and all that follows pickle.
@@ -118,8 +120,14 @@ def tune(
     if device not in ("cpu", "cuda"):
         raise FdsError("no such device", where="tune, device", got=repr(device), want='"cpu" or "cuda"')
     problem = Problem(space, loss, params, batch, device)
-    search = _Search(problem, budget, memory, Journal(journal, _name(problem)), show or (lambda line: None))
-    return search.run(order, key)
+    place = place_of(space.candidates()[0].num_ranks)
+    if order not in ORDERS and isinstance(place, Launched):
+        hint = 'order="ranking", "grid" or "random"'
+        raise FdsError("a study is asked on one machine, without a launcher", where="tune, order", hint=hint)
+    kept = Journal(journal if place.is_first else None, _name(problem))
+    kept.answers = place.agree(kept.answers)
+    show = show if show is not None and place.is_first else lambda line: None
+    return _Search(problem, budget, memory, kept, show, place).run(order, key)
 
 
 def _name(problem: Problem) -> str:
@@ -137,6 +145,7 @@ class _Search:
     memory: int | None
     journal: Journal
     show: Callable[[str], object]
+    place: Place
     footprints: dict[str, Footprint] = attrs.field(factory=dict)  # by key: of those that compose
     predictions: dict[str, Prediction] = attrs.field(factory=dict)  # of those that fit and were rehearsed
     rows: dict[str, Row] = attrs.field(factory=dict)  # what came of each
@@ -149,7 +158,7 @@ class _Search:
         tried, since, best = 0, 0, math.inf
         for candidate in self.ordered(order, key):
             late = self.budget.seconds is not None and time.monotonic() - self.begin > self.budget.seconds
-            if tried == self.budget.trials or since == self.budget.patience or late:
+            if tried == self.budget.trials or since == self.budget.patience or self.place.agree(late):
                 break
             self.try_(candidate)
             seconds, tried = self.rows[candidate.key].measured or math.inf, tried + 1
@@ -163,12 +172,12 @@ class _Search:
             for key, row in self.rows.items()
         ]
         num_rows = next((len(x) for x in tree.leaves(self.problem.batch) if isinstance(x, Tensor) and x.dim()), 0)
-        return Report(rows, self.factors(), num_rows, time.monotonic() - self.begin)
+        return Report(rows, self.factors(), num_rows, time.monotonic() - self.begin, self.problem.space)
 
     def weigh(self) -> None:
         """Find what each candidate holds, and which do not fit."""
         candidates = self.problem.space.candidates()
-        room = self.memory or room_of(self.problem.device, candidates[0].num_ranks)
+        room = self.memory or min(self.place.everyones(room_of(self.problem.device, self.place.num_here)))
         self.ask("weigh", candidates, weigh, num_ranks=1)
         for candidate in candidates:
             answer = self.journal[f"weigh {candidate.key}"]
@@ -184,7 +193,7 @@ class _Search:
     def rehearse(self) -> None:
         """Find how long each candidate that fits computes, and how long its messages take."""
         waiting = self.waiting()
-        self.ask("rehearse", [*waiting.values()], rehearse, self.budget.measure, num_ranks=self.num_ranks)
+        self.ask("rehearse", [*waiting.values()], rehearse, self.budget.measure, num_ranks=self.place.num_ranks)
         kinds = {
             key: {(tuple(candidate.axes.items()), attrs.evolve(m, count=1)): m.count for m in messages}
             for key, candidate in waiting.items()
@@ -198,10 +207,6 @@ class _Search:
             else:
                 sent = sum(count * seconds[link] for link, count in kinds[key].items())
                 self.predictions[key] = Prediction(computed, sent)
-
-    @property
-    def num_ranks(self) -> int:
-        return self.problem.space.candidates()[0].num_ranks
 
     def waiting(self) -> dict[str, Candidate]:
         """Return the candidates that may be tried."""
@@ -218,7 +223,7 @@ class _Search:
         while left:
             self.show(f"{what}: {len(left)} candidates")
             limit = _START + len(left) * self.budget.limit
-            ended = run_ranks(work, (self.problem, tuple(left), *arguments), num_ranks=num_ranks, limit=limit)
+            ended = self.place.run(work, (self.problem, tuple(left), *arguments), num_ranks=num_ranks, limit=limit)
             answered = [*zip(*ended.answers, strict=False)]
             for candidate, answers in zip(left, answered, strict=False):
                 refused = [answer for answer in answers if isinstance(answer, str)]
@@ -238,7 +243,7 @@ class _Search:
             self.show(f"timing {len(left)} kinds of messages")
             arguments = (tuple(left), self.problem.device, self.budget.measure / 5)
             limit = _START + len(left) * self.budget.limit
-            ended = run_ranks(time_messages, arguments, num_ranks=self.num_ranks, limit=limit)
+            ended = self.place.run(time_messages, arguments, num_ranks=self.place.num_ranks, limit=limit)
             if ended.how != "done":
                 raise FdsError("the messages could not be timed", got=f"{ended.how}: {ended.why}")
             for link, seconds in zip(left, zip(*ended.answers, strict=True), strict=True):
@@ -286,7 +291,7 @@ class _Search:
         if (question := f"try {candidate.key}") not in self.journal:
             self.show(f"trying {candidate}")
             arguments = (self.problem, candidate, self.budget.measure)
-            ended = run_ranks(run_candidate, arguments, num_ranks=self.num_ranks, limit=self.budget.limit)
+            ended = self.place.run(run_candidate, arguments, num_ranks=self.place.num_ranks, limit=self.budget.limit)
             numbers = [max(answers) for answers in zip(*ended.answers, strict=False)] if ended.how == "done" else []
             self.journal[question] = [ended.how, ended.why, numbers]
         how, why, numbers = self.journal[question]

@@ -51,7 +51,9 @@ ROOMS["reporting"] = "_html collectives display errors plans state step storage 
 ROOMS["config"] = " ".join(ROOMS)
 ROOMS["trainer"] = "collectives config errors microbatches optim state step storage transforms"
 ROOMS["elastic"] = "collectives config data errors state step storage"
-ROOMS["tuning"] = "_html collectives config errors media plans profiling state step transforms transports tree"
+ROOMS["tuning"] = (
+    "_html collectives config errors media plans profiling schedules state step transforms transports tree"
+)
 ROOMS["command_line"] = " ".join(ROOMS)
 VERSION = "fds.__version__"  # which every room may ask for: it is there before any of them
 PROGRAM = "__main__"  # wherever it lies, it belongs to the room of commands: `python -m fds.plans` is `fds plans`

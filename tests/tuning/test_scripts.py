@@ -1,5 +1,7 @@
 """Scripts that are run again and again: real processes, ended by the step itself."""
 
+# pyright: reportArgumentType=false
+
 import itertools
 import json
 from pathlib import Path
@@ -37,6 +39,7 @@ def test_a_script_is_run_with_each_experiment_and_the_fastest_is_written_down(he
     assert "2 experiments, of which 1 have run\nbest: z0_gas2_tmbspg4" in out
     best = json.loads((here / "autotuning_results/ds_config_optimal.json").read_text())
     assert best["train_micro_batch_size_per_gpu"] == 4 and best["train_batch_size"] == 16 and "autotuning" not in best
+    assert "fds.accumulate(2)" in (here / "autotuning_results/ds_config_optimal.py").read_text()
     size = json.loads((here / "autotuning_exps/model_info/found.json").read_text())
     assert size["num_params"] == 16 * 17 and size["activation_mem_per_gpu"] > 0
     lines = []
@@ -45,15 +48,17 @@ def test_a_script_is_run_with_each_experiment_and_the_fastest_is_written_down(he
 
 
 def test_options_of_a_script_have_the_values_of_a_configuration():
-    """Also under keys with blanks around them, which the examples of DeepSpeed have."""
-    config = {"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}, "lr": "auto"}
+    """Also under keys with blanks around them and names without dashes, which the examples of DeepSpeed have."""
+    config = {"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}, "lr": "auto", "steps_per_print": 5}
     options = {
         "gradient_accumulation_steps ": "--steps",
         "zero_optimization.stage": "--stage",
         "lr": "--lr",
         "x": "--x",
+        "steps_per_print": "print",
     }
-    assert with_options(["t.py", "--steps=1"], options, config) == ["t.py", "--steps", "4", "--stage", "2"]
+    command = with_options(["t.py", "--steps=1"], options, config)
+    assert command == ["t.py", "--steps", "4", "--stage", "2", "--print", "5"]
 
 
 def test_a_configuration_that_asks_for_it_is_measured_by_a_run_of_its_own(here):

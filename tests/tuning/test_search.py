@@ -1,5 +1,7 @@
 """A search on two ranks, each process of it real; what came of it is read again from its journal."""
 
+# pyright: reportOptionalMemberAccess=false, reportMissingImports=false
+
 import json
 import math
 import random
@@ -9,8 +11,8 @@ import pytest
 import fds
 from fds.errors import FdsError
 from fds.tuning import Budget, Space
+from fds.tuning.places import Here
 from fds.tuning.prediction import Prediction, fit
-from fds.tuning.processes import run_ranks
 from tests.tuning.problem import batch, fail, layers, recipe, sleep
 
 KINDS = ["whole", "sharded", "killed", "refused", "less"]
@@ -60,7 +62,7 @@ def test_bytes_and_seconds_are_predicted(journal):
 
 
 def test_a_journal_takes_the_place_of_trials(journal, monkeypatch):
-    monkeypatch.setattr(fds.tuning.search, "run_ranks", None)  # which would raise
+    monkeypatch.setattr(Here, "run", None)  # which would raise
     before = journal.read_text()
     report = search(journal, order="grid")
     assert report.best.measured == min(row.measured for row in report.rows if row.measured)
@@ -130,20 +132,31 @@ def test_a_study_says_what_to_try(journal):
     assert outcomes(report)["killed"] == "died"
 
 
+@pytest.mark.peers
+def test_a_study_of_optuna_says_what_to_try(journal):
+    import optuna
+
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    report = search(journal, order=study)
+    assert study.best_value == report.best.measured
+    assert study.best_params["kind"] == report.best.candidate.choices["kind"]
+    assert outcomes(report)["killed"] == "died"
+
+
 def test_ranks_that_hang_are_ended():
-    ended = run_ranks(sleep, (), num_ranks=1, limit=8.0)
+    ended = Here(1).run(sleep, (), num_ranks=1, limit=8.0)
     assert (ended.how, ended.why) == ("hung", "rank 0: 0 of 1 ranks not done after 8 s")
 
 
 def test_the_error_of_the_rank_that_failed_first_is_told():
-    ended = run_ranks(fail, (), num_ranks=2, limit=120.0)
+    ended = Here(2).run(fail, (), num_ranks=2, limit=120.0)
     assert (ended.how, ended.why) == ("failed", "rank 1: ValueError: of the second")
 
 
 def test_what_does_not_pickle_is_refused():
     for value in (lambda: 0, UNNAMED):
         with pytest.raises(FdsError, match="does not pickle"):
-            run_ranks(sleep, (value,), num_ranks=1, limit=1.0)
+            Here(1).run(sleep, (value,), num_ranks=1, limit=1.0)
 
 
 def test_factors_stay_near_one_with_few_trials():

@@ -1,5 +1,7 @@
 """What is in a space, and what is none."""
 
+# pyright: reportArgumentType=false
+
 import functools
 
 import attrs
@@ -83,7 +85,7 @@ def test_what_lives_on_a_disk_is_not_in_the_bytes_of_a_rank(tmp_path):
     assert not footprints[2]["is_whole"] and footprints[2]["num_bytes"] < on_device["num_bytes"]
     shown = {**footprints[2], "messages": ()}
     row = Row(space.candidates()[1], "not tried", footprint=Footprint(**shown))
-    report = Report([row], (1.0, 1.0), 8, 1.0)
+    report = Report([row], (1.0, 1.0), 8, 1.0, space)
     assert str(report).endswith(f"1 predicted without activations, by formulas: {footprints[2]['unknown']}")
     assert "by formulas" in report._repr_html_()
 

@@ -7,6 +7,22 @@ TESTS = "tests/tuning/test_search.py"
 
 MUTANTS = (
     Mutant(
+        "tuning-json-without-comparison",
+        "fds/tuning/written.py",
+        "elif repr(_call(other)[1]) != repr(arguments):",
+        "elif False:",
+        "a JSON is said to compose what it does not",
+        "tests/tuning/test_written.py",
+    ),
+    Mutant(
+        "tuning-journal-on-all-ranks",
+        "fds/tuning/search.py",
+        "kept = Journal(journal if place.is_first else None, _name(problem))",
+        "kept = Journal(journal, _name(problem))",
+        "all ranks of a launcher write into one journal",
+        "tests/tuning/test_places.py",
+    ),
+    Mutant(
         "tuning-disk-in-memory",
         "fds/tuning/rehearsal.py",
         'if place != "device")',
@@ -57,8 +73,8 @@ MUTANTS = (
     Mutant(
         "tuning-blames-the-first-rank",
         "fds/tuning/processes.py",
-        'rank = min(failures, key=lambda rank: (failures[rank][1].startswith("RankError"), rank))',
-        "rank = min(failures)",
+        '": RankError" in end.why, end.how == "hung"',
+        'end.how == "hung"',
         "a rank that lost another is blamed for it",
         TESTS,
     ),
