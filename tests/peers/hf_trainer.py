@@ -1,6 +1,8 @@
 """A rank of transformers' Trainer, over DeepSpeed or over a step of fds: train, and write down what it logged.
 
 python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.peers.hf_trainer OUT SIDE NAME ...
+
+With the side "stopped": train over fds at stage 3, and go on from a checkpoint at stage 3 and at stage 1.
 """
 
 from __future__ import annotations
@@ -37,6 +39,14 @@ def main(out: str, side: str, *names: str) -> None:
     import transformers  # pyright: ignore[reportMissingImports]
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if side == "stopped":
+        with mock.patch("builtins.print"):
+            seen = stopped(transformers, out)
+        if torch.distributed.get_rank() == 0:
+            Path(out).write_text(json.dumps(seen))
+        torch.distributed.barrier()
+        return
     runs = {}
     for name in names or CASES:
         config, more = CASES[name]
@@ -66,7 +76,7 @@ def trained(transformers: Any, side: str, arguments: Any, config: Any) -> dict[s
 
     class Rates(transformers.TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-            seen["rate"].append(keywords["optimizer"].param_groups[0]["lr"])  # of the update that begins
+            seen["rate"].append(float(keywords["optimizer"].param_groups[0]["lr"]))  # of the update that begins
 
     data, train = rows(arguments.world_size), {"data_collator": padded}
     if side == "fds":
@@ -79,6 +89,57 @@ def trained(transformers: Any, side: str, arguments: Any, config: Any) -> dict[s
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     rates = seen["rate"] or [entry["learning_rate"] for entry in logged]
     return {"loss": [e["loss"] for e in logged], "norm": [e.get("grad_norm") for e in logged], "rate": rates}
+
+
+def stopped(transformers: Any, out: str) -> dict[str, Any]:
+    """Return losses after the checkpoint of three runs, what a callback of the first rank read, and two norms."""
+    import fds
+
+    read: list[float] = []
+
+    class Reads(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            read.append(float(model.lm_head.weight.detach().double().sum()))
+
+    def run(folder: str, stage: int, resume: str | None = None) -> Any:
+        arguments = transformers.TrainingArguments(
+            folder,
+            **settings(max_steps=12, weight_decay=0.1),
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            logging_steps=1,
+            save_steps=4,
+            eval_strategy="steps",
+            eval_steps=4,
+            save_total_limit=2,
+            load_best_model_at_end=True,
+        )
+        trainer = fds.hf.Trainer(
+            model(),
+            arguments,
+            train_dataset=rows(2)[:88],
+            eval_dataset=rows(2)[88:118],
+            data_collator=padded,
+            config={"gradient_clipping": "auto", "zero_optimization": {"stage": stage}},
+            callbacks=[Reads()] if arguments.process_index == 0 and resume is None else [],
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    def late(trainer: Any) -> list[float]:
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry and entry["step"] > 8]
+
+    whole = run(f"{out}-whole", 3)
+    if torch.distributed.get_rank() == 0:
+        whole.save_model(f"{out}-saved")  # one rank alone
+    torch.distributed.barrier()
+    last = f"{out}-whole/checkpoint-8"
+    again, other = run(f"{out}-again", 3, last), run(f"{out}-other", 1, last)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(f"{out}-saved")
+    sums = [float(x.lm_head.weight.detach().double().sum()) for x in (saved, whole.model, again.model)]
+    return {"whole": late(whole), "again": late(again), "other": late(other), "read": read, "sums": sums}
 
 
 if __name__ == "__main__":

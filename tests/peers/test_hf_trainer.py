@@ -232,6 +232,15 @@ def test_a_trainer_of_trl_trains_what_it_trains(tmp_path):
     assert_logs_agree(ours, other)
 
 
+def test_two_ranks_save_read_and_go_on_at_this_stage_and_another(tmp_path):
+    torchrun("tests.peers.hf_trainer", tmp_path / "out", "stopped", ranks=2)
+    seen = json.loads((tmp_path / "out").read_text())
+    assert seen["again"] == seen["whole"] and len(seen["whole"]) == 4
+    torch.testing.assert_close(seen["other"], seen["whole"], rtol=1e-5, atol=0.0)
+    assert len(set(seen["read"])) == len(seen["read"]) == 12  # by a callback that one rank has
+    assert len(set(seen["sums"])) == 1
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Return what both sides logged on two ranks: side -> name -> losses, norms, rates."""
