@@ -13,7 +13,7 @@ DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-cpus test-browser test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-loading bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-efficiency bench-context bench-analysing bench-dropping bench-sparse bench-bert bench-compressing bench-adapters bench-tuning gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
+.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-cpus test-browser test-matrix laws faults resizing mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-loading bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-efficiency bench-context bench-analysing bench-dropping bench-sparse bench-bert bench-compressing bench-adapters bench-tuning gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -56,6 +56,9 @@ laws: $(READY)  ## run the laws on many more examples than `make test`, new ones
 
 faults: $(READY)  ## kill saves and ranks, fail every write, tamper with files: some ten minutes, new instants every time
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.storage.campaign $(ARGS)
+
+resizing: $(READY)  ## lose and add ranks of running jobs at random, 60 times: their losses stay (some twenty minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.elastic.campaign $(ARGS)
 
 mutants: $(READY)  ## break fds in some 200 ways, one at a time: a test must notice each (an hour; ARGS="fds/storage" for a part)
 	@$(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)

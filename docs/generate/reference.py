@@ -40,7 +40,7 @@ TITLES = {
     "fds.reporting": "The page of a run",
     "fds.config": "DeepSpeed's configuration",
     "fds.trainer": "The Trainer of transformers",
-    "fds.elastic": "Elastic batches",
+    "fds.elastic": "Elastic batches and runs",
     "fds.tuning": "The fastest composition",
     "fds.command_line": "The command line",
     "fds.errors": "Errors",

@@ -265,7 +265,7 @@ class Training:
                         error.what, where=error.where, got=error.got, want=error.want, hint=left
                     ) from error
                 raise
-        start.shelf.clear()
+        start.shelf.remove()
         return Finished(state, self.step)
 
     def _write(self, kind: str, calls: int) -> None:
@@ -329,6 +329,7 @@ def _stand_by(start: Start, calls: int) -> Finished:
             raise ResizeError(
                 reason, where=error.where, got=error.got, want=error.want, hint="this rank had no part"
             ) from error
+    start.shelf.remove()
     return Finished()
 
 

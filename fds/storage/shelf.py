@@ -136,6 +136,12 @@ class Shelf:
             if entry.is_dir() and not (but and entry.name.startswith(f"{but}.")):
                 shutil.rmtree(entry, ignore_errors=True)
 
+    def remove(self) -> None:
+        """Remove the shelf of a run that is over."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # on a shelf in memory nobody may find it otherwise
+            self.folder.parent.rmdir()
+
     def parts(self, entry: Entry) -> dict[str, Path]:
         """Return the folders of an entry by the name of the file that each has."""
         folder = self.folder / f"{entry[0]}.{entry[1]:08d}"

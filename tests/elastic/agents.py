@@ -19,13 +19,14 @@ from typing import Any
 
 import attrs
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests import ranks
 from tests.elastic import job
 
 EPS = 2.0**-52
-MEETING = {"is_host": False, "last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
+MEETING = {"is_host": False, "last_call_timeout": 2, "keep_alive_interval": 2, "keep_alive_max_attempt": 4}
 
 
 def host(port: Any) -> None:
@@ -44,6 +45,8 @@ def agent(port: int, most: int, restarts: int, log: str, arguments: tuple) -> No
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     # With a shared store torch 2.13 tells a node that joins no address of rank 0, if it is that of the round before.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # For its log torch asks for the stack, which reads the sources of all that is imported, at each sign of life.
+    dynamic_rendezvous.get_method_name = lambda depth=0: ""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=most,
@@ -81,6 +84,7 @@ class Nodes:
     store: Any = None
     nodes: dict[str, Node] = attrs.field(factory=dict)  # by the name of the shelf
     count: int = 0
+    revived: int = 0  # agents that ended by themselves, and were started again
 
     @property
     def directory(self) -> Path:
@@ -91,14 +95,24 @@ class Nodes:
         """Start a node, and return its name."""
         self.count += 1
         name = f"node{self.count}"
+        (self.root / "shelves" / name).mkdir(parents=True)
+        self._start(name)
+        return name
+
+    def _start(self, name: str) -> None:
         shelf = self.root / "shelves" / name
-        shelf.mkdir(parents=True)
         arguments = (str(self.directory), str(shelf), self.kind, self.calls, self.pause)
         target = (self.port, self.most, self.restarts, str(self.root / f"{name}.log"), arguments)
         process = ranks.forkserver.Process(target=agent, args=target)
         process.start()
         self.nodes[name] = Node(process, shelf)
-        return name
+
+    def revive(self) -> None:
+        """Start agents again that ended by themselves, as whoever runs torchrun on a node would."""
+        for name, node in list(self.nodes.items()):
+            if node.process.exitcode not in (None, 0):
+                self.revived += 1
+                self._start(name)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the lines that ranks have written."""
@@ -137,16 +151,15 @@ class Nodes:
         while not until(self.rows()):
             if time.monotonic() > end:
                 return False
-            time.sleep(0.02)
+            self.revive()
+            time.sleep(0.05)
         return True
 
     def ended(self, limit: float) -> bool:
         """Let the ranks hurry to the last call, and return whether all agents end well within a limit, in seconds."""
         (self.directory / "hurry").touch()
-        end = time.monotonic() + limit
-        for node in self.nodes.values():
-            node.process.join(max(0.0, end - time.monotonic()))
-        return all(node.process.exitcode == 0 for node in self.nodes.values())
+        good = lambda rows: all(node.process.exitcode == 0 for node in self.nodes.values())
+        return self.wait(good, limit)
 
     def texts(self) -> str:
         """Return what agents and ranks have printed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,6 @@ def train(directory: str, shelf: str, kind: str, calls: int, pause: float, save_
     """Train as one of the ranks, and write a line for each call: who, where, how large the loss was."""
     torch.set_num_threads(1)
     log, who = Path(directory) / "log.jsonl", {"pid": os.getpid(), "shelf": Path(shelf).name}
-    armed = {"sigterm": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL}
 
     def write(**row: Any) -> None:
         with open(log, "a") as file:
@@ -79,7 +77,7 @@ def train(directory: str, shelf: str, kind: str, calls: int, pause: float, save_
         write(**row, time=time.time(), rank=int(os.environ["RANK"]), world=int(os.environ["WORLD_SIZE"]))
         time.sleep(0.0 if (Path(directory) / "hurry").exists() else pause)
 
-    write(start=True, rank=int(os.environ.get("RANK", 0)), **armed)
+    write(start=True, time=time.time(), rank=int(os.environ.get("RANK", 0)))
     fds.elastic.run(
         directory,
         lambda ranks: compose(kind, ranks),

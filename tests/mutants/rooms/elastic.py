@@ -1,10 +1,13 @@
-"""Mutants of elastic batches: which is chosen, for how many ranks, and whether a scheduler was told the same."""
+"""Mutants of elastic batches and runs: which batch is chosen, and what a run goes on from when ranks were lost."""
 
 from tests.mutants.mutant import Mutant
 
 SEARCH = "fds/config/elasticity.py"
 BATCHES = "tests/elastic/test_batches.py"
 OF_A_JSON = "tests/config/test_elasticity.py"
+RUN = "fds/elastic/_run.py"
+SHELF = "fds/storage/shelf.py"
+RUNS = "tests/elastic/test_run.py"
 
 MUTANTS = (
     Mutant(
@@ -86,5 +89,77 @@ MUTANTS = (
         "",
         "ranks train with a batch of their own, and nobody says so",
         OF_A_JSON,
+    ),
+    Mutant(
+        "elastic-older-state-let-go-early",
+        RUN,
+        "self.held.insert(0, Made(new, now(), metrics))",
+        "self.held[:] = [Made(new, now(), metrics)]",
+        "a rank that has ended a call that others have not has no state in common with them",
+        RUNS,
+    ),
+    Mutant(
+        "elastic-donated-state-left",
+        RUN,
+        "if made.state.token.spent_at is None:",
+        "if made.state is not None:",
+        "a state that a donating step has written over is left as if it were whole",
+        RUNS,
+    ),
+    Mutant(
+        "elastic-handler-stays",
+        RUN,
+        "            signal.signal(signal.SIGTERM, self._before)\n",
+        "            pass\n",
+        "the handler of SIGTERM outlives the run that set it",
+        RUNS,
+    ),
+    Mutant(
+        "elastic-others-pieces-cleared",
+        RUN,
+        "start.shelf.clear(but=start.id)  # of what",
+        "start.shelf.clear()  # of what",
+        "a rank that passes a boundary removes what another has left since",
+        RUNS,
+    ),
+    Mutant(
+        "elastic-all-ranks-train",
+        RUN,
+        "max((n for n in numbers if n <= everyone.size), default=0)",
+        "max((everyone.size for n in numbers if n <= everyone.size), default=0)",
+        "ranks that cannot share the batch train",
+        RUNS,
+    ),
+    Mutant(
+        "elastic-call-between-starts-unwatched",
+        RUN,
+        "if watch is not None and metrics:",
+        "if watch is not None and metrics and made > first:",
+        "nobody sees the call that a start goes on from, though the rank that saw it may be lost",
+        RUNS,
+    ),
+    Mutant(
+        "elastic-part-of-a-state",
+        SHELF,
+        "if manifests and all(_covers(leaf)",
+        "if manifests and any(_covers(leaf)",
+        "what lies on the shelves is taken for a state, though the only holder of a slice was lost",
+        RUNS,
+    ),
+    Mutant(
+        "elastic-older-than-the-save",
+        SHELF,
+        "if entry[1] > after]",
+        "if entry[1] > 0]",
+        "what lies on a shelf is taken though the last save is newer",
+        RUNS,
+    ),
+    Mutant(
+        "elastic-pieces-stay-away",
+        SHELF,
+        "            self._carry(id, sorted(bring[id].items()))",
+        "            self._carry(id, [])",
+        "pieces of other nodes are read as if they had come",
+        RUNS,
     ),
 )
