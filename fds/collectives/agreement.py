@@ -46,6 +46,10 @@ class Checked:
         self._announce(mine, collective)
         return _CheckedMessage(self, collective, mine, other, self.link.start(collective, out, x))
 
+    def rehearse(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
+        """Do on this rank what `start` does, without the others, who are not asked."""
+        return self.link.rehearse(collective, out, x)
+
     def exchange(self, collective: Collective, text: str) -> list[str]:
         """Return the texts of all ranks, after checking that all of them exchange texts."""
         self._agree(collective)

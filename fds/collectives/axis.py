@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.collectives import worlds
-from fds.collectives.links import COMBINE, DONE, Collective, Exchange, Link, Work, dry, on_one_rank, replay
+from fds.collectives.links import COMBINE, DONE, Collective, Exchange, Link, Work, dry, replay
 from fds.collectives.worlds import World
 from fds.errors import FdsError, MeshError
 
@@ -233,14 +233,15 @@ class Axis:
     ) -> Work:
         """Start a collective that is known by the shape and dtype of `like`."""
         assert self._link is not None
-        if dry.get() is not None:
-            return on_one_rank(op, how, out, x, self._index, self.size)
         kind, on_gpu = what or self.purpose, x.is_cuda
         collective = Collective(op, self.name, tuple(like.shape), like.dtype, how, peer, kind, on_gpu)
-        self._count(collective)
         flat = lambda t: t.detach().view(-1)
         a = flat(out)
-        return self._watch(collective, self._link.start(collective, a, a if x is out else flat(x)))
+        b = a if x is out else flat(x)
+        if dry.get() is not None:
+            return self._link.rehearse(collective, a, b)
+        self._count(collective)
+        return self._watch(collective, self._link.start(collective, a, b))
 
     def _watch(self, collective: Collective, work: Work) -> Work:
         for traffic in self.world.counters:

@@ -21,7 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fds.collectives.links import Collective, Work, bounds, different, is_exchanged, reduce_in_rank_order, same_memory
+from fds.collectives.links import (
+    DONE,
+    Collective,
+    Work,
+    bounds,
+    different,
+    is_exchanged,
+    reduce_in_rank_order,
+    same_memory,
+)
 from fds.collectives.places import SILENT
 from fds.collectives.waits import Interruptible, Label, Origin, Wait, everywhere, kind_of, origin, was_closed
 from fds.errors import FdsError, RankError
@@ -44,6 +53,13 @@ class GlooLink:
         self.last: dict[int, tuple[str, str]] = {}  # what was sent to each rank last, beside collectives
         self.name = f"{_digest((ranks, channel), 2**60):x}"
         self.scratch = Scratch()
+        self.alike: AlikeLink | None = None
+
+    def rehearse(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
+        """Do on this rank what `start` does, in as much memory, without the others: see `Link`."""
+        if self.alike is None:
+            self.alike = AlikeLink(self.ranks, self.index)
+        return self.alike.start(collective, out, x)
 
     def start(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
         """Start a collective. Raises `FdsError` for tensors that are not on the CPU."""
@@ -58,7 +74,7 @@ class GlooLink:
         if collective.op in ("send", "recv"):
             counts = self.sent if collective.op == "send" else self.received
             counts[collective.peer] += 1
-            messages, tag = Messages(self, collective), self._tag(collective, counts[collective.peer], DIRECT)
+            messages, tag = self._messages(collective, x), self._tag(collective, counts[collective.peer], DIRECT)
             if collective.op == "send":
                 return messages.send(collective.peer, x, tag)
             return messages.receive(collective.peer, out, tag)
@@ -75,13 +91,21 @@ class GlooLink:
                 pieces = [x[slice(*bounds(len(x), self.size, i))] for i in range(self.size)]
                 first = self._reduce_scatter(collective, pieces[self.index], pieces, collective.how, tag)
                 second = self._tag(collective, self.count, SECOND)
-                return _Chain(first, lambda: self._all_gather(collective, pieces, pieces[self.index], second))
+                return _Chain(first, lambda: self._spread(collective, pieces, second))
             case "all_to_all":
                 return self._all_to_all(collective, out.chunk(self.size), x.chunk(self.size), tag)
             case "broadcast":
                 return self._broadcast(collective, x, tag)
         assert collective.op == "barrier", collective
         return self._all_gather(collective, x.new_empty(self.size).chunk(self.size), x, tag)
+
+    def _spread(self, collective: Collective, pieces: list[Tensor], tag: Label) -> Work:
+        """Send this rank's piece of a sum to all, and receive theirs."""
+        return self._all_gather(collective, pieces, pieces[self.index], tag)
+
+    def _messages(self, collective: Collective, mine: Tensor) -> Messages:
+        """Return messages to be started; `mine` is what this rank would be sent by one that has what it has."""
+        return Messages(self, collective)
 
     def exchange(self, collective: Collective, text: str) -> list[str]:
         """Return the texts of all ranks; lengths are sent first. Raises `RankError` if their purposes differ."""
@@ -117,7 +141,7 @@ class GlooLink:
         return [(self.index + i) % self.size for i in range(1, self.size)]
 
     def _all_gather(self, collective: Collective, outs: Any, part: Tensor, tag: Label) -> Messages:
-        messages = Messages(self, collective)
+        messages = self._messages(collective, part)
         for i in self._others():
             messages.swap(i, outs[i], part, tag)
         if not same_memory(outs[self.index], part):
@@ -127,7 +151,8 @@ class GlooLink:
     def _reduce_scatter(
         self, collective: Collective, out: Tensor, pieces: list[Tensor], how: str, tag: Label
     ) -> Messages:
-        messages, mine = Messages(self, collective), pieces[self.index]
+        mine = pieces[self.index]
+        messages = self._messages(collective, mine)
         # On two ranks the piece received is added in place; `out` receives it unless it is this rank's own piece.
         direct = self.size == 2 and not same_memory(out, mine)
         received = {i: out if direct else messages.scratch(mine) for i in self._others()}
@@ -138,7 +163,7 @@ class GlooLink:
         return messages
 
     def _exchange(self, collective: Collective, x: Tensor, tag: Label) -> Messages:
-        messages = Messages(self, collective)
+        messages = self._messages(collective, x)
         received = {i: messages.scratch(x) for i in self._others()}
         for i in self._others():
             messages.swap(i, received[i], x, tag)
@@ -147,14 +172,14 @@ class GlooLink:
         return messages
 
     def _all_to_all(self, collective: Collective, outs: Any, pieces: Any, tag: Label) -> Messages:
-        messages = Messages(self, collective)
+        messages = self._messages(collective, pieces[self.index])
         for i in self._others():
             messages.swap(i, outs[i], pieces[i], tag)
         outs[self.index].copy_(pieces[self.index])
         return messages
 
     def _broadcast(self, collective: Collective, x: Tensor, tag: Label) -> Messages:
-        messages = Messages(self, collective)
+        messages = self._messages(collective, x)
         if self.index != collective.peer:
             return messages.receive(collective.peer, x, tag)
         for i in self._others():
@@ -238,15 +263,7 @@ class Messages:
         if self.over:
             return
         if self.under_way:
-            ranks, collective = self.link.ranks, self.collective
-            wait = Wait(
-                self.link.group, ranks[self.link.index], collective, self.label.key, self.link.last, self.one_way
-            )
-            with Interruptible(wait):
-                for peer, work in self.under_way:
-                    wait.peer = ranks[peer]
-                    with self._named(peer):
-                        work.wait()
+            self._arrive()
         if self.finish is not None:
             with torch.no_grad():
                 self.finish()
@@ -255,12 +272,62 @@ class Messages:
         self.link.scratch.free += self.borrowed
         self.borrowed.clear()
 
+    def _arrive(self) -> None:
+        ranks, collective = self.link.ranks, self.collective
+        wait = Wait(self.link.group, ranks[self.link.index], collective, self.label.key, self.link.last, self.one_way)
+        with Interruptible(wait):
+            for peer, work in self.under_way:
+                wait.peer = ranks[peer]
+                with self._named(peer):
+                    work.wait()
+
     def done(self) -> bool:
         """Return whether `wait` has returned; gloo does not report completion earlier."""
         return self.over
 
     def _named(self, peer: int) -> contextlib.AbstractContextManager:
         return naming(self.link, self.collective, self.link.ranks[peer])
+
+
+class AlikeLink(GlooLink):
+    """A link to ranks that are not there, and are taken to have what this one has: nothing is sent.
+
+    It takes the memory that gloo's does, for as long.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], index: int):
+        super().__init__(None, ranks, index)  # pyright: ignore[reportArgumentType]
+
+    def _messages(self, collective: Collective, mine: Tensor) -> Messages:
+        return Echoes(self, collective, mine=mine)
+
+    def _spread(self, collective: Collective, pieces: list[Tensor], tag: Label) -> Work:
+        for i in self._others() if collective.how == "sum" else ():
+            pieces[i].mul_(self.size)
+        return DONE
+
+
+@attrs.define(eq=False)
+class Echoes(Messages):
+    """Messages of ranks that all send what this one would: copied, as soon as they are started."""
+
+    mine: Tensor = attrs.field(kw_only=True)
+
+    def send(self, to: int, x: Tensor, tag: Label) -> Messages:
+        """Keep a tensor until `wait`, as a message does."""
+        self.under_way.append((to, x))
+        return self
+
+    def receive(self, source: int, out: Tensor, tag: Label) -> Messages:
+        """Copy what this rank has."""
+        numel = min(out.numel(), self.mine.numel())  # pieces of an all_reduce differ by one
+        if not same_memory(out, self.mine):
+            out[:numel].copy_(self.mine[:numel])
+        self.under_way.append((source, out))
+        return self
+
+    def _arrive(self) -> None:
+        pass
 
 
 @attrs.define(eq=False)

@@ -61,6 +61,10 @@ class Link(Protocol):
         """Start a collective that reads `x` and writes `out`, contiguous tensors. `x` may be (a part of) `out`."""
         ...
 
+    def rehearse(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
+        """Do what `start` does on this rank alone, in the memory that it takes, as if all ranks had its values."""
+        ...
+
     def exchange(self, collective: Collective, text: str) -> list[str]:
         """Return the texts of all ranks, in the order of the axis."""
         ...
@@ -208,14 +212,13 @@ def replay(heard: Iterator[Exchange], collective: Collective, alike: list[Any]) 
     return copy.deepcopy(exchange.replies)
 
 
-def on_one_rank(op: str, how: str, out: Tensor, x: Tensor, index: int, size: int) -> Work:
+def on_one_rank(collective: Collective, out: Tensor, x: Tensor, index: int, size: int) -> Work:
     """Write what a collective would where all ranks had the values of this one; what is received stays as it is."""
-    out, x = out.detach(), x.detach()
-    if op == "all_reduce" and how == "sum":
+    if collective.op == "all_reduce" and collective.how == "sum":
         out.mul_(size)
-    elif op == "reduce_scatter":
+    elif collective.op == "reduce_scatter":
         out.copy_(x.chunk(size)[index]).mul_(size)
-    elif op in ("all_gather", "all_to_all"):
+    elif collective.op in ("all_gather", "all_to_all"):
         for piece in out.chunk(size):
-            piece.copy_(x if op == "all_gather" else x.chunk(size)[index])
+            piece.copy_(x if collective.op == "all_gather" else x.chunk(size)[index])
     return DONE

@@ -11,12 +11,14 @@ from typing import Any, NoReturn
 
 import attrs
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fds.collectives import worlds
 from fds.collectives.axis import Axis
+from fds.collectives.gloo import AlikeLink
 from fds.collectives.launch import launched
-from fds.collectives.links import Collective, Link
+from fds.collectives.links import Collective, Link, Work, on_one_rank
 from fds.collectives.worlds import World
 from fds.errors import MeshError, is_int, nearest
 
@@ -226,6 +228,13 @@ class NoLink:
     """The link of ranks that are not there: nothing can be sent."""
 
     size: int
+    alike: AlikeLink
+
+    def rehearse(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
+        """Do on this rank what a real link does, as gloo does it on a CPU."""
+        if x.device.type == "cpu":
+            return self.alike.start(collective, out, x)
+        return on_one_rank(collective, out, x, self.alike.index, self.alike.size)
 
     def start(self, collective: Collective, out: Any, x: Any) -> NoReturn:
         """Raise `MeshError`."""
@@ -243,14 +252,20 @@ class NoLink:
 class Planned(World):
     """A world of ranks of which none runs."""
 
+    def __init__(self, rank: int, size: int, *, shares_cores: bool):
+        super().__init__(rank, size, shares_cores=shares_cores)
+        self.links: dict[tuple[Any, ...], Link] = {}
+
     def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
-        """Return a link over which nothing can be sent."""
-        return NoLink(self.size)
+        """Return a link over which nothing can be sent, which is kept."""
+        return self.links.setdefault((ranks, channel), NoLink(self.size, AlikeLink(ranks, ranks.index(self.rank))))
 
 
 @contextlib.contextmanager
 def planned(sizes: Mapping[str, int], rank: int) -> Iterator[Mesh]:
     """Yield a mesh with axes of these sizes, seen from a rank that is only planned; inside, those ranks are current.
+
+    They share cores where the ranks that are running do, on which the size of their buckets depends.
 
     Raises `MeshError` for sizes below 1, and for a rank that is none of them.
     """
@@ -260,7 +275,7 @@ def planned(sizes: Mapping[str, int], rank: int) -> Iterator[Mesh]:
     count = math.prod(sizes.values())
     if not is_int(rank, 0) or rank >= count:
         raise MeshError("there is no such rank", where="rank", got=repr(rank), want=f"0 to {count - 1}")
-    token = worlds.simulated.set(Planned(rank, count))
+    token = worlds.simulated.set(Planned(rank, count, shares_cores=worlds.current().shares_cores))
     try:
         yield mesh(**sizes)
     finally:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fds.collectives.gloo import GlooLink, naming
-from fds.collectives.links import Collective, Work
+from fds.collectives.links import Collective, Work, on_one_rank
 
 # renamed in torch 2.13, which warns about the old names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,6 +29,12 @@ class NcclLink:
         return (
             self.host.start(collective, out, x) if x.device.type == "cpu" else self.start_in_group(collective, out, x)
         )
+
+    def rehearse(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
+        """Do on this rank what `start` does, without the others; NCCL's own memory is not known."""
+        if x.device.type == "cpu":
+            return self.host.rehearse(collective, out, x)
+        return on_one_rank(collective, out, x, self.host.index, self.host.size)
 
     def start_in_group(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
         """Start a collective of tensors that the group carries."""

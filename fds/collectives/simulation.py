@@ -12,7 +12,7 @@ import torch
 
 from fds import random
 from fds.collectives import worlds
-from fds.collectives.links import Collective, Link, Work, different, reduce_in_rank_order, same_memory
+from fds.collectives.links import Collective, Link, Work, different, on_one_rank, reduce_in_rank_order, same_memory
 from fds.collectives.turns import Turns, check_size
 from fds.errors import FdsError, RankError
 
@@ -105,6 +105,10 @@ class MemoryLink:
             title = f"number {self.count}"
         rendezvous = self.hub.join(key, Rendezvous(self.ranks, expected, title), self.index, collective, out, x)
         return _MemoryWork(self, collective, rendezvous)
+
+    def rehearse(self, collective: Collective, out: Any, x: Any) -> Work:
+        """Write what a collective would where all ranks had the values of this one."""
+        return on_one_rank(collective, out, x, self.index, len(self.ranks))
 
     def exchange(self, collective: Collective, text: str) -> list[str]:
         """Return the texts of all ranks."""

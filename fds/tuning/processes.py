@@ -28,11 +28,13 @@ class Ended:
         answers: what each rank has told, in order; of a job that failed, up to then.
         how: "done"; or "failed", where a rank raised an error, "died", where one ended otherwise, and "hung".
         why: of what is not done: the rank, and the first line of its error, its signal, or the limit.
+        rank: the one that it says this of.
     """
 
     answers: tuple[tuple[Any, ...], ...]
     how: str
     why: str = ""
+    rank: int = 0
 
 
 def run_processes(
@@ -94,7 +96,8 @@ def run_processes(
             process.kill()
             process.join()
     heard = tuple(map(tuple, answers))
-    ends_of = [Ended((), how, f"rank {environs[rank]['RANK']}: {why}") for rank, (how, why) in sorted(failures.items())]
+    names = {rank: int(environs[rank]["RANK"]) for rank in sorted(failures)}
+    ends_of = [Ended((), failures[i][0], f"rank {name}: {failures[i][1]}", name) for i, name in names.items()]
     return attrs.evolve(first_of([*ends_of, Ended((), "done")]), answers=heard)
 
 

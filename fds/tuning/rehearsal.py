@@ -12,7 +12,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -23,9 +23,10 @@ from fds.collectives import mesh
 from fds.collectives.links import ALIKE, dry
 from fds.collectives.meshes import Topology, planned
 from fds.profiling.peaks import of_dry_run
-from fds.profiling.planned import of_planned, tell_headers, untouched
+from fds.profiling.planned import tell_headers, untouched
 from fds.state import State
 from fds.step import Step
+from fds.transforms.checkpoint_activations import Recompute
 from fds.transforms.pipeline.station import Pipeline
 from fds.tuning.problem import Problem
 from fds.tuning.spaces import Candidate
@@ -63,9 +64,14 @@ class Footprint:
 def weigh(tell: Callable[[Any], None], problem: Problem, candidates: tuple[Candidate, ...]) -> None:
     """Tell for each candidate the footprint of its first rank, or the text of what composing it raised.
 
-    The rank is planned, and nothing is computed or sent.
+    The rank is planned, and nothing is computed or sent. So each of those that run weighs some, and tells None of the
+    others.
     """
-    for candidate in candidates:
+    here = mesh(ranks=-1)
+    for i, candidate in enumerate(candidates):
+        if i % here.size != here.rank:
+            tell(None)
+            continue
         try:
             tell(attrs.asdict(_weighed(problem, candidate)))
         except Exception as error:
@@ -83,25 +89,19 @@ def _of_rank(problem: Problem, candidate: Candidate, rank: int) -> Footprint:
     with planned(candidate.axes, rank) as ranks:
         step, share = make(ranks), problem.share(candidate, ranks)
         state = step.structure(problem.params)
-        description = step.describe(state)
-    messages = tuple(Message(m.kind.op, m.kind.axis, m.kind.num_bytes, m.count) for m in description.messages)
-    try:
-        num_bytes, unknown = of_planned(make, candidate.axes, rank, problem.params, share), ""
-    except Exception as error:  # what the step itself refuses a trial will say
+        run = lambda step: of_dry_run(step, untouched(step, problem.params), share)
+        num_bytes, unknown = None, ""
+        try:
+            tell_headers(step, make, candidate.axes, run)
+            num_bytes = run(step)
+        except Exception as error:  # what the step itself refuses a trial will say
+            unknown = f"{type(error).__name__}: {error}".split("\n")[0]
+        description = step.describe(state)  # which after a dry run knows what stages send, and what is gathered again
+    if num_bytes is None:
         away = sum(size for place, size in description.places.items() if place != "device")
         num_bytes = sum(description.num_bytes.values()) - away
-        unknown = f"{type(error).__name__}: {error}".split("\n")[0]
-    return Footprint(num_bytes + _received(candidate, messages), not unknown, messages, unknown)
-
-
-def _received(candidate: Candidate, messages: Iterable[Message]) -> int:
-    """Return the bytes into which gloo receives the pieces of other ranks of what it adds, which it keeps."""
-    most = 0
-    for message in messages:
-        size = math.prod(candidate.axes.get(name, 1) for name in message.axis.split(","))
-        if message.op in ("reduce_scatter", "all_reduce"):
-            most = max(most, message.num_bytes // size * (size - 1))
-    return most
+    messages = tuple(Message(m.kind.op, m.kind.axis, m.kind.num_bytes, m.count) for m in description.messages)
+    return Footprint(num_bytes, not unknown, messages, unknown)
 
 
 def rehearse(tell: Callable[[Any], None], problem: Problem, candidates: tuple[Candidate, ...], seconds: float) -> None:
@@ -110,29 +110,32 @@ def rehearse(tell: Callable[[Any], None], problem: Problem, candidates: tuple[Ca
     In a pipeline they hold what this rank waits for others. All ranks of this machine rehearse the same candidate at a
     time, as they will share its memory and cores.
     """
-    together = mesh(ranks=-1)
+    together, measured = mesh(ranks=-1), dict[int, plans.LayerCosts]()
     for candidate in candidates:
         together["ranks"].barrier()
         try:
-            tell(_rehearsed(problem, candidate, together.rank, seconds))
+            tell(_rehearsed(problem, candidate, together.rank, seconds, measured))
         except Exception as error:
             tell(f"{type(error).__name__}: {error}".split("\n")[0])
 
 
-def _rehearsed(problem: Problem, candidate: Candidate, rank: int, seconds: float) -> float:
+def _rehearsed(
+    problem: Problem, candidate: Candidate, rank: int, seconds: float, measured: dict[int, plans.LayerCosts]
+) -> float:
     make = functools.partial(problem.step, candidate)
     with planned(candidate.axes, rank) as ranks:
         step, share = make(ranks), problem.share(candidate, ranks)
         tell_headers(step, make, candidate.axes, lambda step: of_dry_run(step, untouched(step, problem.params), share))
-        with _alone():
+        with alone():
             state = problem.init(step)
-            return time_calls(step, state, share, seconds) + _waiting(step, share)
+            return time_calls(step, state, share, seconds) + _waiting(step, share, measured)
 
 
-def _waiting(step: Step, batch: Any) -> float:
+def _waiting(step: Step, batch: Any, measured: dict[int, plans.LayerCosts]) -> float:
     """Return the seconds in which this rank waits for other stages in a call: 0 where there is no pipeline.
 
-    It is what the plan leaves idle with the measured costs of its layers, messages aside.
+    It is what the plan leaves idle with the measured costs of its layers, messages aside. `measured` has them by the
+    rows of a microbatch; what is not there yet is measured.
     """
     run = step.execute
     if not isinstance(run, Pipeline):
@@ -140,8 +143,10 @@ def _waiting(step: Step, batch: Any) -> float:
     pairs = [x for x in tree.leaves(batch) if isinstance(x, Tensor)]
     rows = len(pairs[0]) // run.num_microbatches
     microbatch = tree.map(lambda x: x[:rows] if isinstance(x, Tensor) else x, batch)
-    costs = plans.measure(run.owned.loss, microbatch).by_stage(run.owned.boundaries)
-    if step.layer:  # recomputation, which runs forward again ahead of backward
+    if rows not in measured:
+        measured[rows] = plans.measure(run.owned.loss, microbatch)
+    costs = measured[rows].by_stage(run.owned.boundaries)
+    if any(isinstance(map_, Recompute) for map_ in step.layer):  # which runs forward again ahead of backward
         again = [costs.at("forward", s) + costs.at("backward_input", s) for s in range(run.owned.num_stages)]
         costs = attrs.evolve(costs, backward_input=again)
     line = plans.simulate(run.plan.plan, costs)
@@ -149,7 +154,8 @@ def _waiting(step: Step, batch: Any) -> float:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
+    """Let a rank take what others would tell it for what it says itself."""
     token = dry.set(ALIKE)
     try:
         yield

@@ -56,11 +56,14 @@ class Report:
         space: what was searched.
     """
 
-    rows: tuple[Row, ...] = attrs.field(converter=lambda rows: _sorted(rows))
+    rows: tuple[Row, ...]
     factors: tuple[float, float]
     num_rows: int
     seconds: float
     space: Space
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "rows", _sorted(self.rows, self.factors))
 
     @property
     def best(self) -> Row:
@@ -116,7 +119,7 @@ def _number(value: Any, unit: float) -> str:
     return "" if value is None else f"{value * unit:,.1f}"
 
 
-def _sorted(rows: Iterable[Row]) -> tuple[Row, ...]:
+def _sorted(rows: Iterable[Row], factors: tuple[float, float]) -> tuple[Row, ...]:
     """Order rows: those that were tried, by seconds; then those rehearsed, by what is predicted; then the others."""
-    predicted = lambda row: math.inf if row.prediction is None else row.prediction.seconds()
+    predicted = lambda row: math.inf if row.prediction is None else row.prediction.seconds(factors)
     return tuple(sorted(rows, key=lambda row: (row.measured or math.inf, predicted(row))))

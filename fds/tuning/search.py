@@ -27,6 +27,7 @@ from fds.tuning.report import Report, Row
 from fds.tuning.spaces import Candidate, Space
 from fds.tuning.trials import Link, run_candidate, time_messages
 
+CGROUP = Path("/sys/fs/cgroup")
 ORDERS = ("ranking", "grid", "random")
 _START = 60.0  # seconds in which fresh processes import torch, meet, and compile what they need
 _PROMISING = 1.05  # of the best that was measured: what is expected to take more is not tried
@@ -172,13 +173,13 @@ class _Search:
             for key, row in self.rows.items()
         ]
         num_rows = next((len(x) for x in tree.leaves(self.problem.batch) if isinstance(x, Tensor) and x.dim()), 0)
-        return Report(rows, self.factors(), num_rows, time.monotonic() - self.begin, self.problem.space)
+        return Report(tuple(rows), self.factors(), num_rows, time.monotonic() - self.begin, self.problem.space)
 
     def weigh(self) -> None:
         """Find what each candidate holds, and which do not fit."""
         candidates = self.problem.space.candidates()
         room = self.memory or min(self.place.everyones(room_of(self.problem.device, self.place.num_here)))
-        self.ask("weigh", candidates, weigh, num_ranks=1)
+        self.ask("weigh", candidates, weigh)
         for candidate in candidates:
             answer = self.journal[f"weigh {candidate.key}"]
             if isinstance(answer, str):
@@ -193,7 +194,7 @@ class _Search:
     def rehearse(self) -> None:
         """Find how long each candidate that fits computes, and how long its messages take."""
         waiting = self.waiting()
-        self.ask("rehearse", [*waiting.values()], rehearse, self.budget.measure, num_ranks=self.place.num_ranks)
+        self.ask("rehearse", [*waiting.values()], rehearse, self.budget.measure)
         kinds = {
             key: {(tuple(candidate.axes.items()), attrs.evolve(m, count=1)): m.count for m in messages}
             for key, candidate in waiting.items()
@@ -212,28 +213,29 @@ class _Search:
         """Return the candidates that may be tried."""
         return {key: row.candidate for key, row in self.rows.items() if row.outcome == "not tried"}
 
-    def ask(
-        self, what: str, candidates: Sequence[Candidate], work: Callable[..., None], *arguments: Any, num_ranks: int
-    ) -> None:
+    def ask(self, what: str, candidates: Sequence[Candidate], work: Callable[..., None], *arguments: Any) -> None:
         """Have ranks answer for each candidate, in as few starts as can be: after one that ends them they start again.
 
-        Of what they answer the text of an error counts, else the largest number.
+        Of what they answer the text of an error counts, else the largest number; None is no answer.
         """
         left = [candidate for candidate in candidates if f"{what} {candidate.key}" not in self.journal]
         while left:
             self.show(f"{what}: {len(left)} candidates")
             limit = _START + len(left) * self.budget.limit
-            ended = self.place.run(work, (self.problem, tuple(left), *arguments), num_ranks=num_ranks, limit=limit)
+            arguments_ = self.problem, tuple(left), *arguments
+            ended = self.place.run(work, arguments_, num_ranks=self.place.num_ranks, limit=limit)
             answered = [*zip(*ended.answers, strict=False)]
-            for candidate, answers in zip(left, answered, strict=False):
+            for candidate, each in zip(left, answered, strict=False):
+                answers = [answer for answer in each if answer is not None]
                 refused = [answer for answer in answers if isinstance(answer, str)]
                 answer = refused[0] if refused else answers[0] if len(answers) == 1 else max(answers)
                 self.journal[f"{what} {candidate.key}"] = answer
             if ended.how == "failed":
                 raise FdsError("the ranks have failed", got=ended.why)
-            if len(answered) < len(left):
-                self.journal[f"{what} {left[len(answered)].key}"] = f"{ended.how}: {ended.why}"
-            left = left[len(answered) + 1 :]
+            if len(answered) < len(left):  # what one rank has not come to yet another may have ended in
+                at = left[min(len(ended.answers[ended.rank]), len(left) - 1)]
+                self.journal[f"{what} {at.key}"] = f"{ended.how}: {ended.why}"
+            left = [candidate for candidate in left if f"{what} {candidate.key}" not in self.journal]
 
     def time_messages(self, links: Sequence[Link]) -> Mapping[Link, float]:
         """Return what a message of each kind takes."""
@@ -312,10 +314,20 @@ class _Search:
 
 
 def room_of(device: str, num_ranks: int) -> int:
-    """Return the bytes that a rank may hold: of its GPU, or its share of the memory that is available."""
+    """Return the bytes that a rank may hold: of its GPU, or its share of what is free here and in the container."""
     if device == "cuda":
         share = math.ceil(num_ranks / torch.cuda.device_count())
         return torch.cuda.get_device_properties(0).total_memory // share
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    return available // num_ranks
+    limit = memory_limit(CGROUP)
+    return (available if limit is None else min(available, limit)) // num_ranks
+
+
+def memory_limit(cgroup: Path) -> int | None:
+    """Return the bytes that the container may use; None without a limit."""
+    try:
+        text = (cgroup / "memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return None if text == "max" else int(text)

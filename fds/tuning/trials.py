@@ -11,7 +11,7 @@ from fds.collectives import mesh
 from fds.collectives.measuring import time_collective
 from fds.profiling.peaks import of_second_call
 from fds.tuning.problem import Problem
-from fds.tuning.rehearsal import Message, time_calls
+from fds.tuning.rehearsal import Message, alone, time_calls
 from fds.tuning.spaces import Candidate
 
 Tell = Callable[[Any], None]
@@ -36,7 +36,13 @@ def run_candidate(tell: Tell, problem: Problem, candidate: Candidate, seconds: f
 
 
 def time_messages(tell: Tell, links: tuple[Link, ...], device: str, seconds: float) -> None:
-    """Tell for each kind of message the seconds that one takes, all ranks sending it again and again."""
+    """Tell for each kind of message the seconds that one takes, all ranks sending it again and again.
+
+    What a rank does for it alone, such as adding up what it has received, is not in them: a rehearsal has done that.
+    """
     for axes, message in links:
         axis = mesh(**dict(axes))[tuple(message.axis.split(","))]
-        tell(time_collective(axis, message.op, message.num_bytes, torch.device(device), seconds))
+        run = lambda: time_collective(axis, message.op, message.num_bytes, torch.device(device), seconds)  # noqa: B023
+        together = run()
+        with alone():
+            tell(max(0.0, together - run()))

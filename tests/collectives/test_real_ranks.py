@@ -1,10 +1,13 @@
 """Gloo's ranks compute what simulated ranks do, to the bit."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from fds import collectives as c
+from fds.collectives.links import ALIKE, dry
 from fds.errors import FdsError, MeshError, RankError
 from tests import ranks
 from tests.bits import assert_same_bits
@@ -127,17 +130,52 @@ def test_a_second_start_changes_nothing_and_a_real_rank_may_simulate():
     assert ranks.run(be_somewhere_else) == [(2, torch.device("cpu"), 3, True)] * 2
 
 
+def scratch_sizes(link: Any) -> list[int]:
+    return [len(memory) for memory in link.scratch.free]
+
+
 def hold(n: int) -> list[int]:
     a, whole, out = axis(), torch.ones(axis().size * n), torch.empty(n)
     for _ in range(5):
         a.start_reduce_scatter(whole[a.index * n : (a.index + 1) * n], whole).wait()
         a.start_reduce_scatter(out, whole).wait()
         a.start_all_reduce(whole).wait()
-    return [len(memory) for memory in a._link.scratch.free]
+    return scratch_sizes(a._link)
 
 
 def test_scratch_is_what_was_in_use_at_once():
     assert ranks.run(hold, 50_000, world_size=3) == [[4 * 50_000] * 2] * 3  # a piece from each of the others
+
+
+def rehearse(n: int) -> list:
+    """Start collectives of what all ranks have alike, then again without the others."""
+    a, found = axis(), []
+    link: Any = a._link
+    for alone in (False, True):
+        token = dry.set(ALIKE if alone else None)
+        whole, part = torch.arange(a.size * n).float(), torch.arange(n).float()
+        outs = [torch.zeros(n), torch.zeros(a.size * n), torch.zeros(a.size * n), whole.clone()]
+        works = [
+            a.start_reduce_scatter(outs[0], whole),
+            a.start_all_gather(outs[1], part),
+            a.start_all_to_all(outs[2], whole),
+            a.start_all_reduce(outs[3]),
+            a.start_reduce_scatter(whole[a.index * n : (a.index + 1) * n], whole),
+        ]
+        for work in works:
+            work.wait()
+        dry.reset(token)
+        outs.append(whole[a.index * n : (a.index + 1) * n])
+        found.append((outs, scratch_sizes(link.alike if alone else link)))
+    return found
+
+
+@pytest.mark.parametrize("n", [5, 50_000])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_alone_has_the_numbers_and_the_memory_of_ranks_that_are_alike(n, size):
+    for (outs, memory), (alone, memory_alone) in ranks.run(rehearse, n, world_size=size):
+        assert_same_bits(outs, alone)
+        assert memory == memory_alone != []
 
 
 def reduce_large(n: int) -> bool:

@@ -1,5 +1,7 @@
 """Predicted bytes beside those that tensors hold at the peak, and estimates of ranks that are not there."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,7 +147,9 @@ def test_a_dry_run_tells_the_peak_with_its_activations(architecture, stage, tran
 
     loss, batch = architecture()
     alone = fds.estimate_memory(composition, loss, mesh={"dp": 1 if stage is None else 2}, batch=batch)
-    assert (alone.dry_run, alone.no_dry_run) == (found.predicted.dry_run, "")
+    received = 2 * 2**18 if stage is not None else 0  # by gloo, of two buckets; simulated ranks receive nothing
+    assert alone.no_dry_run == "" and alone.dry_run is not None and found.predicted.dry_run is not None
+    assert 0 <= alone.dry_run - found.predicted.dry_run <= received
 
 
 def test_a_dry_run_writes_to_nothing_and_gives_nothing_up():
@@ -199,7 +203,8 @@ def test_a_stage_of_a_pipeline_runs_dry(architecture, transforms):
     for rank, found in enumerate(stages):
         assert found.predicted.dry_run == pytest.approx(found.peak, rel=0.02), found.predicted.no_dry_run
         alone = fds.estimate_memory(composition, architecture()[0], mesh={"pp": 2}, rank=rank, batch=batch)
-        assert (alone.dry_run, alone.no_dry_run) == (found.predicted.dry_run, "")
+        assert alone.no_dry_run == "" and alone.dry_run is not None and found.predicted.dry_run is not None
+        assert 0 <= alone.dry_run - found.predicted.dry_run <= 2**10  # numbers, which gloo receives into memory
 
 
 def test_ranks_that_can_be_run_dry_do_not_wait_for_one_that_cannot():
@@ -359,7 +364,8 @@ def test_wrong_arguments_of_an_estimate_are_refused(arguments, where):
 
 def test_what_is_wrong_is_refused_and_planned_ranks_send_nothing():
     step, state, batch = made()
-    for wrong in (lambda: fds.profile_memory(None, state, batch), lambda: fds.profile_memory(step, None, batch)):
+    nothing: Any = None
+    for wrong in (lambda: fds.profile_memory(nothing, state, batch), lambda: fds.profile_memory(step, nothing, batch)):
         with pytest.raises(FdsError):
             wrong()
     with pytest.raises(MeshError, match="only planned"):

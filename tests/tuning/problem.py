@@ -31,6 +31,9 @@ def recipe(mesh, kind, microbatches=1):
         raise fds.errors.ComposeError("no such kind")
     if kind == "killed" and isinstance(mesh.world, TorchWorld) and mesh.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if "pp" in mesh.shape:
+        piped = fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=2)
+        return fds.compose(piped, fds.checkpoint_activations(), fds.adamw(1e-3))
     large = [fds.precision(torch.bfloat16)] if kind == "less" else []
     sharded = fds.shard_optimizer(mesh["dp"], stage=1) if kind != "whole" else fds.shard_optimizer(mesh["dp"], stage=0)
     return fds.compose(*large, sharded, fds.accumulate(microbatches), fds.adamw(1e-3))
@@ -39,6 +42,10 @@ def recipe(mesh, kind, microbatches=1):
 def sleep(tell):
     tell("awake")
     time.sleep(600)
+
+
+def allows(axes, choices):
+    return ("pp" in axes) == (choices["kind"] == "piped")
 
 
 def fail(tell):

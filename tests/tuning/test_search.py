@@ -10,19 +10,20 @@ import pytest
 
 import fds
 from fds.errors import FdsError
-from fds.tuning import Budget, Space
+from fds.tuning import Budget, Report, Row, Space
 from fds.tuning.places import Here
 from fds.tuning.prediction import Prediction, fit
-from tests.tuning.problem import batch, fail, layers, recipe, sleep
+from fds.tuning.search import room_of
+from tests.tuning.problem import allows, batch, fail, layers, recipe, sleep
 
-KINDS = ["whole", "sharded", "killed", "refused", "less"]
+KINDS = ["whole", "sharded", "killed", "refused", "less", "piped"]
 UNNAMED = lambda: 0  # which no process finds by its name
 MEMORY = 60_000  # above what the sharded one holds, below the whole one
 
 
 def search(journal, **kwargs):
     loss = layers()
-    space = Space(recipe, {"dp": 2}, {"kind": KINDS})
+    space = Space(recipe, [{"dp": 2}, {"pp": 2}], {"kind": KINDS}, allows)
     options = {"budget": Budget(measure=0.01, limit=120.0), "memory": MEMORY, "show": None, **kwargs}
     return fds.tune(loss, loss.init, batch(), space=space, journal=journal, **options)
 
@@ -44,6 +45,7 @@ def test_what_does_not_fit_or_run_is_a_result(journal):
     report = search(journal, order="grid")
     assert outcomes(report) == {
         "whole": "does not fit", "sharded": "tried", "killed": "died", "refused": "refused", "less": "tried",
+        "piped": "tried",
     }  # fmt: skip
     why = {row.candidate.choices["kind"]: row.why for row in report.rows}
     assert "bytes, and a rank has 60,000" in why["whole"] and "no such kind" in why["refused"]
@@ -54,11 +56,13 @@ def test_bytes_and_seconds_are_predicted(journal):
     """Also of what the ranking does not try, since it is expected to be slower."""
     measured = {row.candidate.key: row.num_bytes for row in search(journal, order="grid").rows}
     rows = [row for row in search(journal).rows if measured[row.candidate.key]]
-    assert len(rows) == 2
+    assert len(rows) == 3
     for row in rows:
+        assert row.footprint is not None and row.prediction is not None
         assert row.footprint.is_whole and row.footprint.num_bytes == measured[row.candidate.key]
         assert min(row.prediction.computed, row.prediction.messages) > 0
-        assert {message.op for message in row.footprint.messages} >= {"all_reduce", "all_gather", "reduce_scatter"}
+        ops = {"send"} if "pp" in row.candidate.axes else {"all_reduce", "all_gather", "reduce_scatter"}
+        assert {message.op for message in row.footprint.messages} >= ops
 
 
 def test_a_journal_takes_the_place_of_trials(journal, monkeypatch):
@@ -67,7 +71,7 @@ def test_a_journal_takes_the_place_of_trials(journal, monkeypatch):
     report = search(journal, order="grid")
     assert report.best.measured == min(row.measured for row in report.rows if row.measured)
     assert json.loads(report.to_json())["choices"] == report.best.candidate.choices
-    assert str(report).splitlines()[1].startswith("dp=2, kind=") and "does not fit" in report._repr_html_()
+    assert "2, kind=" in str(report).splitlines()[1] and "does not fit" in report._repr_html_()
     assert journal.read_text() == before
 
 
@@ -157,6 +161,26 @@ def test_what_does_not_pickle_is_refused():
     for value in (lambda: 0, UNNAMED):
         with pytest.raises(FdsError, match="does not pickle"):
             Here(1).run(sleep, (value,), num_ranks=1, limit=1.0)
+
+
+def test_what_was_not_tried_is_ranked_by_the_factors_of_the_trials():
+    space = Space(recipe, {"dp": 2}, {"kind": KINDS[:2]})
+    first, second = space
+    rows = (
+        Row(first, "not tried", prediction=Prediction(1.0, 3.0)),
+        Row(second, "not tried", prediction=Prediction(3.0, 0.0)),
+    )
+    assert Report(rows, (1.0, 1.0), 8, 1.0, space).rows[0] is rows[1]
+    assert Report(rows, (1.0, 0.1), 8, 1.0, space).rows[0] is rows[0]
+
+
+def test_a_container_bounds_what_ranks_may_hold(monkeypatch, tmp_path):
+    monkeypatch.setattr("fds.tuning.search.CGROUP", tmp_path)
+    free = room_of("cpu", 1)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert room_of("cpu", 1) == pytest.approx(free, rel=0.5)
+    (tmp_path / "memory.max").write_text("2000000\n")
+    assert room_of("cpu", 2) == 1_000_000
 
 
 def test_factors_stay_near_one_with_few_trials():

@@ -114,25 +114,18 @@ def _quota() -> float | None:
 
 
 def _memory() -> Finding:
+    from fds.tuning.search import memory_limit
+
     lines = (line.split(":") for line in MEMORY.read_text().splitlines())
     sizes = {name: int(rest.split()[0]) * 1024 for name, rest in lines if name in ("MemTotal", "MemAvailable")}
     total, available = sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemTotal"])
-    limit = _limit()
+    limit = memory_limit(CGROUP)
     text = f"{total / GIB:.1f} GiB, {available / GIB:.1f} available"
     values = {"total_bytes": total, "available_bytes": available, "limit_bytes": limit}
     if limit is not None and limit < total:
         advice = "the container is killed beyond it"
         return Finding("memory", f"{text}, limited to {limit / GIB:.1f}", "note", advice, values)
     return Finding("memory", text, values=values)
-
-
-def _limit() -> int | None:
-    """Return the bytes that the container may use; None without a limit."""
-    try:
-        text = (CGROUP / "memory.max").read_text().strip()
-    except OSError:
-        return None
-    return None if text == "max" else int(text)
 
 
 def _shared() -> Finding:
