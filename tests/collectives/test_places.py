@@ -154,6 +154,19 @@ def test_nobody_is_answered_who_did_not_ask_and_a_place_counts_its_seconds(monke
     assert not any("/fds/" in line for line in third.lines) and "answer" in third.stack
 
 
+def test_what_a_rank_said_before_it_was_stopped_is_not_where_it_is(monkeypatch):
+    monkeypatch.setattr(places, "ANSWER", 0.1)
+    store = Memory()
+    store.set("here 1", "process 7 on host")
+    places.ask(store, 1)
+    places.Answers(store, 1, 0).answer()
+    [(said, lines)] = places.where_are(store, [1]).values()  # another question, which nobody answers
+    assert said == places.SILENT and lines[0] == "rank 1 is process 7 on host"
+    assert lines[1].startswith("before that it was in test_what_a_rank_said_before")
+    [(said, lines)] = places.where_are(store, [2]).values()
+    assert said.startswith("has neither called fds.init_distributed") and not lines
+
+
 @pytest.mark.parametrize("name", [*places.STATIONS, *places.MICROBATCHES, places.STEP])
 def test_functions_that_tell_a_station_are_there(name):
     module, _, function = name.partition(":")
