@@ -232,6 +232,17 @@ def test_adapters_of_several_names_add_up_and_one_may_rest(form):
     close(nn.functional.mse_loss(module(ROWS[0]), ROWS[1]).detach(), step.evaluate(state, ROWS)["loss"])
 
 
+def test_lengths_are_of_the_weight_that_the_adapters_before_made():
+    view = trained(lora(name="first", form="view"), lora(name="second", form="view", dora=True))
+    first = trained(lora(name="first", dora=True), lora(name="second"))
+    for step, state, _ in (view, first):
+        module = fds.bake(step, state).module
+        close(nn.functional.mse_loss(module(ROWS[0]), ROWS[1]).detach(), step.evaluate(state, ROWS)["loss"])
+    fds.compose(lora(name="first"), fds.lora("2.weight", rank=2, dora=True), fds.adamw(LR))(LAYERS)
+    with pytest.raises(ComposeError, match=r"another adapter changes[\s\S]*0\.0\.weight"):
+        fds.compose(lora(name="first"), lora(name="second", dora=True), fds.adamw(LR))(LAYERS)
+
+
 def test_bytes_of_a_state_are_the_formulas():
     step, state, _ = trained(lora(), calls=0)
     base = 4 * sum(x.numel() for x in PARAMS.values())

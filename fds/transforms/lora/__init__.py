@@ -73,8 +73,8 @@ def lora(
             keeps one of them as it is.
 
     It stands before `tensor_parallel` and `pipeline`, which divide what it adds. Raises `ComposeError` for anything
-    else, for layers that are not linear, for "layer" on a tensor axis; `StateError` at init for a pattern that chooses
-    no weight, and for parameters that are no dict by name.
+    else, for layers that are not linear, for "layer" on a tensor axis or with `dora` after another adapter of the same
+    weight; `StateError` at init for a pattern that chooses no weight, and for parameters that are no dict by name.
     """
     if not patterns or not all(is_a(p, str) and p for p in patterns):
         raise ComposeError("lora takes patterns of names of weights", got=repr(patterns)[:80], want='"*.q_proj.weight"')
@@ -96,6 +96,14 @@ def lora(
             )
         loss, eval_loss = step.loss, step.eval_loss
         adapter, modules, names = adapted(described, [loss] if eval_loss is loss else [loss, eval_loss])
+        layered = [x for x in step.added if isinstance(x, LowRank) and x.form == "layer"]
+        if dora and form == "layer" and (both := [n for n in names if any(x.chooses(n, 2) for x in layered)]):
+            raise ComposeError(
+                "lora: the lengths of rows are of weights that another adapter changes in the layer",
+                where=both[0],
+                got=f"dora=True after {layered[-1]!r}",
+                want="the adapter with dora=True first, or form='view'",
+            )
         if form == "layer" and modules is None:
             raise ComposeError(
                 "lora finds no linear layer that a pattern chooses in the loss",
