@@ -28,8 +28,9 @@ from fds import tree
 from fds.errors import StateError, StorageError, is_a, is_number
 from fds.state import State
 from fds.step import Step, Transform
-from fds.storage.disk.files import check_path, read_errors
+from fds.storage.disk.files import check_path, read_errors, refusal
 from fds.storage.disk.placing import replace_files
+from fds.storage.ranks.exchange import Ranks
 from fds.transforms.lora import lora
 from fds.transforms.lora.low_rank import LowRank, is_part, length
 
@@ -58,6 +59,13 @@ class Adapter:
 
     def beside(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return parameters of the base with those of the adapter, for `step.init`. Raises `StateError` for others."""
+        if not (is_a(params, Mapping) and all(is_a(x, Tensor) for x in params.values())):
+            raise StateError(
+                "an adapter is put beside parameters by name",
+                where="params",
+                got=type(params).__name__,
+                want="the dict of tensors that fds.functional returns",
+            )
         new = {**params, **self.tensors}
         for name, weight in self.lengths.items():
             if weight in params:
@@ -92,9 +100,34 @@ def save(
         name: of the adapter.
         base: the model that it belongs to: `base_model_name_or_path`.
 
-    Raises `StorageError` for a folder that cannot be written, and for a step without such an adapter.
+    Raises `StorageError`, on every rank if on any, for a folder that cannot be written, and for a step without such an
+    adapter.
     """
-    to = check_path(folder, "folder")
+    ranks = Ranks.of(step, "adapters.save")
+    with ranks.together() as trained:
+        to = check_path(folder, "folder")
+        if not is_a(state, State):
+            raise refusal(
+                "adapters.save takes a state", "state", type(state).__name__, "what step.init or a step returns"
+            )
+        if not (base is None or is_a(base, str)):
+            raise refusal("a model that an adapter belongs to is named", "base", repr(base)[:60], "a name, or None")
+        mine = _of_name(step, name)
+        leaves = step.held_by(state)[0].leaves
+        trained.mine = [n for n, leaf in leaves.items() if leaf.trained]  # of a pipeline, of this rank's stage
+    params = step.params(state)
+    with ranks.together():
+        tensors, config = _written(mine, params, {n for names in trained.all for n in names}, base)
+        if ranks.index == 0:
+            with replace_files(to, [MODEL, CONFIG]) as hidden:
+                files = {n: x.cpu().contiguous() for n, x in tensors.items()}
+                save_file(files, hidden / MODEL, metadata={"format": "pt"})
+                (hidden / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    return [to / MODEL, to / CONFIG]
+
+
+def _of_name(step: Step, name: str) -> list[LowRank]:
+    """Return the adapters of a name. Raises `StorageError` where there is none."""
     adapters = [x for x in step.added if isinstance(x, LowRank)]
     mine = [x for x in adapters if x.name == name]
     if not mine:
@@ -104,15 +137,7 @@ def save(
             got=repr(name)[:60],
             want=tree.named([x.name for x in adapters]),
         )
-    params, trained = step.params(state), step.held_by(state)[0].leaves
-    tensors, config = _written(mine, params, {n for n, leaf in trained.items() if leaf.trained}, base)
-    if step.everyone is None or step.everyone.index == 0:
-        with replace_files(to, [MODEL, CONFIG]) as hidden:
-            save_file({n: x.cpu().contiguous() for n, x in tensors.items()}, hidden / MODEL, metadata={"format": "pt"})
-            (hidden / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    if step.everyone is not None:
-        step.everyone.exchange(None, "adapters.save")
-    return [to / MODEL, to / CONFIG]
+    return mine
 
 
 def _written(

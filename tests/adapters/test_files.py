@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fds
+from fds import plans
 from fds.errors import StateError, StorageError
 from tests.adapters.test_lora import LAYERS, LR, PARAMS, ROWS, close, lora, trained
 from tests.bits import assert_same_bits
@@ -72,6 +73,47 @@ def test_ranks_with_slices_write_what_one_writes(tmp_path):
     close(two, one)
     texts = {(tmp_path / name / "adapter_config.json").read_text() for name in ("one", "two")}
     assert len(texts) == 1
+
+
+def test_what_another_stage_of_a_pipeline_trains_is_written(tmp_path):
+    def run():
+        axis = fds.mesh(pp=2)["pp"]
+        divided = fds.pipeline(plans.one_f_one_b, axis, num_microbatches=2)
+        step, state, _ = trained(fds.lora("0.*.weight", rank=2, train=["2.*"]), divided, given=LAYERS.init)
+        fds.adapters.save(tmp_path, step, state)
+
+    fds.simulate(run, 2)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["2"]
+    assert f"{HEAD}2.bias" in load_file(tmp_path / "adapter_model.safetensors")
+
+
+def test_a_folder_that_cannot_be_written_is_said_on_all_ranks(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    def run():
+        step, state, _ = trained(lora(), fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=3), calls=0)
+        with pytest.raises(StorageError, match="rank 0"):
+            fds.adapters.save(tmp_path / "file", step, state)
+        return True
+
+    assert all(fds.simulate(run, 2))
+
+
+@pytest.mark.parametrize(
+    "change", [{"base": object()}, {"state": 3}, {"step": 3}, {"name": ["default"]}, {"folder": 3}], ids=str
+)
+def test_bad_arguments_of_save_are_refused(change, tmp_path):
+    step, state, _ = trained(lora(), calls=0)
+    arguments: dict = {"folder": tmp_path, "step": step, "state": state, **change}
+    with pytest.raises(StorageError):
+        fds.adapters.save(**arguments)
+
+
+@pytest.mark.parametrize("params", [3, None, {"0.0.weight": 3}], ids=str)
+def test_an_adapter_stands_beside_a_dict_alone(params, tmp_path):
+    written(tmp_path, lora())
+    with pytest.raises(StateError, match="parameters by name"):
+        fds.adapters.read(tmp_path).beside(params)
 
 
 def test_one_of_several_adapters_is_written(tmp_path):
