@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from fds.hf._matching import files_of, matched, matches
 from fds.hf._names import package
 from fds.loss import Recipe
 from fds.state import State
-from fds.step import Step
+from fds.step import Adds, Step, with_added
 from fds.storage import Source
 from fds.storage.disk.files import check_path, refusal
 from fds.storage.foreign.foreign_leaf import source_of, whole
@@ -45,9 +45,9 @@ class LazyModel:
     apply: Callable[..., Any]
     params: Recipe
     names: dict[str, tuple[str, ...]]
-    source: Callable[[Tensor], Source] = attrs.field(
+    source: Callable[..., Source] = attrs.field(
         repr=False
-    )  # of the parameters, given the key of those that are new
+    )  # of the parameters, given the key of those that are new, and what adds others
 
     def __repr__(self) -> str:
         return f"<LazyModel: {type(self.module).__name__}, {len(self.names)} parameters in {self.path}>"
@@ -91,10 +91,13 @@ def lazy(
     missing = [name for name in meta if name not in leaves]
     make = losses.recipe(build)
 
-    def source(key: Tensor) -> Source:
+    def source(key: Tensor, adds: Sequence[Adds] = ()) -> Source:
         new = {} if not missing else {n: x for p in make.pieces(key, missing.__contains__) for n, x in p.items()}
         new_leaves = {name: whole(new[name].to(meta[name].dtype), name) for name in missing}
         have = {name: leaves[name][0] if name in leaves else new_leaves[name] for name in meta}
+        whole_shapes = {name: torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape) for name, x in meta.items()}
+        with_more = with_added(adds, whole_shapes, key) if adds else {}
+        have |= {name: whole(x, name) for name, x in with_more.items() if name not in have}
         return source_of(str(folder), {f"params.{name}": leaf for name, leaf in have.items()}, {}, ())
 
     names = {name: leaves[name][1] if name in leaves else () for name in meta}
@@ -107,7 +110,7 @@ def init(step: Step, model: LazyModel, *, key: int | Tensor = 0) -> State:
 
     Where ranks share the state, all of them call this, and each reads the bytes of what it will hold: at stages 1 to 3
     of its slices, of a pipeline or a tensor axis of its parameters or pieces. Frozen parameters that are held in
-    another form are encoded as they are read.
+    another form are encoded as they are read. What a transform adds, such as `fds.lora`, is made as in `step.init`.
 
     Args:
         step: the step that will train; its loss takes the model's parameters, as `model.apply` does.
@@ -121,7 +124,7 @@ def init(step: Step, model: LazyModel, *, key: int | Tensor = 0) -> State:
         if not is_a(model, LazyModel):
             hint = "model = fds.hf.lazy(path); fds.hf.init(step, model)"
             raise refusal("hf.init takes a model in its files", "model", type(model).__name__, "a LazyModel", hint)
-        source = model.source(random.fold_in(random.key(key), "params"))
+        source = model.source(random.fold_in(random.key(key), "params"), step.added)
     options = MatchOptions(params_only=True, foreign=True)
     return fill(source, step, model.params, options, ranks, key)
 

@@ -62,6 +62,14 @@ def save(
             raise refusal("hf.save takes a state", "state", type(state).__name__, "what fds.hf.init or a step returns")
         if to.suffix == ".safetensors":
             raise refusal("a model of transformers is a folder", "out", to.name, "a folder", "fds.export_weights")
+        if step.added:
+            raise refusal(
+                "parameters have others beside them, which transformers does not read",
+                "hf.save",
+                ", ".join(map(str, step.composition)),
+                "a step that adds none",
+                "fds.adapters.save(out, step, state); merged, fds.bake(step, state).module.save_pretrained(out)",
+            )
         if step.encodings and not view:
             raise refusal(
                 "parameters are held in another form, which transformers does not read",

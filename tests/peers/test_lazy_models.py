@@ -120,6 +120,32 @@ def test_frozen_weights_are_encoded_as_they_are_read(stage, folder):
     assert all(fds.simulate(run, 2 if stage else 1))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_lora_adds_is_made_beside_what_is_read(stage, folder):
+    path = folder("llama")
+    theirs = named(pretrained(path))
+
+    def run():
+        sharded = [fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=stage)] if stage else []
+        lora = fds.lora("*.(q|v)_proj.weight", rank=2, form="view")
+        step = plain(*sharded, fds.quantize_frozen(bits=4), lora)
+        state, want = fds.hf.init(step, fds.hf.lazy(path), key=3), step.init(theirs, key=3)
+        assert_same_bits(fds.tree.paths(state), fds.tree.paths(want))
+        return True
+
+    assert all(fds.simulate(run, 2 if stage else 1))
+
+
+def test_a_base_without_its_adapter_is_not_written(folder, tmp_path):
+    path = folder("llama")
+    model = fds.hf.lazy(path)
+    step = plain(fds.lora("*.(q|v)_proj.weight", rank=2, form="view"))
+    state = fds.hf.init(step, model)
+    with pytest.raises(StorageError, match=r"adapters\.save\(out, step, state\)"):
+        fds.hf.save(state, step, tmp_path / "out", source=model)
+    assert not (tmp_path / "out").exists()
+
+
 def test_pieces_of_a_tensor_axis_are_read_and_trained(folder):
     path = folder("llama")
     theirs = named(pretrained(path))
