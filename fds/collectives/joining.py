@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fds.collectives import worlds
 from fds.collectives.launch import Launch, launched
-from fds.errors import FdsError, MeshError, RankError
+from fds.errors import FdsError, MeshError, RankError, is_number
 
 
 def init_distributed(
@@ -45,16 +45,17 @@ def init_distributed(
         init_method: torch's URL for the rendezvous, "tcp://host:port" or "file:///path"; by default as the environment
             says.
 
-    Raises `MeshError` for an incomplete environment or arguments, if two processes have the same rank, and if another
-    job uses the same address; `RankError` after `timeout`, naming the missing ranks.
+    Raises `MeshError` for an incomplete environment or arguments, for a `timeout` that is no time, if two processes
+    have the same rank, and if another job uses the same address; `RankError` after `timeout`, naming the missing ranks.
     """
     if worlds.simulated.get() is not None:
         return
+    limit = _limit(timeout)
     if not dist.is_initialized():
         launch = _launch(rank, world_size, init_method)
         if launch is None or launch.world_size == 1:
             return
-        _start(backend, timeout, launch, init_method)
+        _start(backend, limit, launch, init_method)
         worlds.of_torch()  # which answers others from now on
     if check:
         worlds.of_torch().check = True
@@ -80,11 +81,18 @@ def _launch(rank: int | None, world_size: int | None, init_method: str | None) -
     return Launch(rank, world_size, int(local))
 
 
-def _start(backend: str | None, timeout: float | datetime.timedelta, launch: Launch, init_method: str | None) -> None:
+def _limit(timeout: object) -> datetime.timedelta:
+    """Return a time limit. Raises `MeshError` for none, and for a century or more, which C++ cannot add to now."""
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    if not (is_number(seconds) and 0 < seconds < 3e9):
+        raise MeshError("not a time limit", where="timeout", got=repr(timeout)[:80], want="seconds, above 0")
+    return datetime.timedelta(seconds=seconds)
+
+
+def _start(backend: str | None, limit: datetime.timedelta, launch: Launch, init_method: str | None) -> None:
     if backend not in (None, "nccl", "gloo"):
         raise MeshError("no such backend", got=repr(backend), want="'nccl', 'gloo', or None for what fits")
     backend = backend or ("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
-    limit = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
     if backend == "nccl":
         if not torch.cuda.is_available():
             raise MeshError("NCCL needs GPUs", got="torch sees none", want="backend='gloo'")

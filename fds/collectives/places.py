@@ -94,13 +94,18 @@ def place_of(frame: FrameType) -> Place:
     frames = [frame for frame, _ in traceback.walk_stack(frame)][::-1]
     users = [frame for frame in frames if not frame.f_code.co_filename.startswith((_FDS, *_INSTALLED))]
     last = users[-1] if users else frames[-1]
-    stack = "".join(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames).format())
+    stack = "".join(traceback.StackSummary.extract((frame, _line(frame)) for frame in frames).format())
     name = f"{last.f_code.co_name} ({_at(last)})"
     return Place(name, _station(frames[::-1]), tuple(_lines(frames, users))[-_LINES:], stack)
 
 
 def _at(frame: FrameType) -> str:
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{Path(frame.f_code.co_filename).name}:{_line(frame)}"
+
+
+def _line(frame: FrameType) -> int:
+    """Return the line at which a frame is, of one that runs and is between lines the first of its function."""
+    return frame.f_lineno or frame.f_code.co_firstlineno
 
 
 def _lines(frames: Sequence[FrameType], users: Sequence[FrameType]) -> Iterator[str]:
@@ -112,7 +117,7 @@ def _lines(frames: Sequence[FrameType], users: Sequence[FrameType]) -> Iterator[
         if skipped:
             yield f"... {skipped} calls of fds and of what is installed"
             skipped = 0
-        code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        code = linecache.getline(frame.f_code.co_filename, _line(frame)).strip()
         yield f"{_at(frame)} in {frame.f_code.co_name}: {code}"
 
 

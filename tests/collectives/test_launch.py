@@ -135,6 +135,13 @@ def test_half_of_the_arguments_are_refused(arguments):
         c.init_distributed(**arguments)
 
 
+@pytest.mark.usefixtures("nobody_started_us")
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), 1e300, "60", None, True])
+def test_what_is_no_time_is_refused(timeout):
+    with pytest.raises(MeshError, match="not a time limit"):
+        c.init_distributed(timeout=timeout)
+
+
 SCRIPT = """
 import os, torch, fds.collectives as c
 c.init_distributed(timeout=30.0)

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -165,6 +166,18 @@ def test_what_a_rank_said_before_it_was_stopped_is_not_where_it_is(monkeypatch):
     assert lines[1].startswith("before that it was in test_what_a_rank_said_before")
     [(said, lines)] = places.where_are(store, [2]).values()
     assert said.startswith("has neither called fds.init_distributed") and not lines
+
+
+def test_a_frame_between_two_lines_is_at_the_first_of_its_function():
+    """A thread that runs has no line where the interpreter begins or ends a call."""
+
+    def here():
+        return sys._getframe()
+
+    line = here.__code__.co_firstlineno
+    here.__code__ = here.__code__.replace(co_linetable=b"")
+    place = places.place_of(here())
+    assert place.name == f"here (test_places.py:{line})" and place.lines[-1].endswith("in here: def here():")
 
 
 @pytest.mark.parametrize("name", [*places.STATIONS, *places.MICROBATCHES, places.STEP])
