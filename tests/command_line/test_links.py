@@ -108,7 +108,7 @@ def test_a_rank_that_does_not_come_is_named_and_one_alone_is_told_how_to_start_o
     assert code == 2 and "torchrun --nproc-per-node 2 -m fds doctor --ranks" in text
 
 
-@pytest.mark.parametrize("limit", ["0", "-1", "nan", "soon"])
+@pytest.mark.parametrize("limit", ["0", "-1", "nan", "soon", "1e300"])
 def test_what_is_no_limit_is_refused(limit, capsys):
     with pytest.raises(SystemExit):
         main(["doctor", "--ranks", "--limit", limit])

@@ -94,13 +94,13 @@ def _run_together(options: argparse.Namespace) -> int:
 
 
 def seconds(text: str) -> float:
-    """Parse a number of seconds above 0. Raises `ArgumentTypeError`."""
+    """Parse a number of seconds above 0, and below a century. Raises `ArgumentTypeError`."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"not a number of seconds above 0: {text!r}")
+    if not 0 < number < 3e9:
+        raise argparse.ArgumentTypeError(f"not a number of seconds above 0 and below a century: {text!r}")
     return number
 
 

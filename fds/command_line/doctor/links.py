@@ -108,14 +108,17 @@ def _pairs(axis: Axis, end: float) -> dict[Pair, LinkSpeed]:
     for apart in range(1, axis.size // 2 + 1):
         for low in range(axis.size // 2 if 2 * apart == axis.size else axis.size):
             here, there = sorted((low, (low + apart) % axis.size))
-            axis.barrier()
+            if axis.exchange(time.monotonic() > end)[0]:  # and all have come
+                return _of_all(axis, mine)
             if axis.index == there:
                 _link(axis, here)
             elif axis.index == here:
                 link = _link(axis, there)
                 mine.append((here, there, link.latency, link.bandwidth))
-        if axis.exchange(time.monotonic() > end)[0]:
-            break
+    return _of_all(axis, mine)
+
+
+def _of_all(axis: Axis, mine: list[tuple[int, int, float, float]]) -> dict[Pair, LinkSpeed]:
     rows = sorted(tuple(row) for rows in axis.exchange(mine) for row in rows)
     return {(low, high): LinkSpeed(*speed) for low, high, *speed in rows}
 
