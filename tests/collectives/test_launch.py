@@ -73,8 +73,7 @@ def test_half_an_environment_is_refused(environ, words):
 def test_mpi_tells_the_address_of_rank_0(monkeypatch):
     found = []
     comm = types.SimpleNamespace(bcast=lambda value, root: found.append(value) or value or ("host of rank 0", 7))
-    mpi4py = types.ModuleType("mpi4py")
-    mpi4py.MPI = types.SimpleNamespace(COMM_WORLD=comm)
+    mpi4py = types.SimpleNamespace(MPI=types.SimpleNamespace(COMM_WORLD=comm))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "mpi4py")
     monkeypatch.setitem(sys.modules, "mpi4py", mpi4py)
     assert launched(PMI) == Launch(1, 4, 1, "host of rank 0", 7)
