@@ -108,7 +108,11 @@ def run(
     pieces = Pieces.newest(start.shelf, everyone, start.saved)
     if everyone.index >= start.count:
         if pieces is not None:
-            pieces.bring()
+            try:
+                pieces.bring()
+            except StorageError:
+                if start.saved < 0:
+                    raise
         return _stand_by(start, calls)
     with first_ranks(start.count):
         composed = compose(start.count)
@@ -117,11 +121,19 @@ def run(
                 "compose does not return a step and its data", got=repr(composed)[:200], want="return step, loader"
             )
         step, data = composed
+        made = None
         if pieces is not None:
-            made = Made(pieces.load(step, params), pieces.made, _tensors(pieces.extra))
-        elif start.saved >= 0:
+            try:
+                made = Made(pieces.load(step, params), pieces.made, _tensors(pieces.extra))
+            except StorageError as error:  # on every rank that trains, and if others had to bring something, on those
+                if start.saved < 0:
+                    raise
+                if everyone.index == 0:
+                    print(f"fds: the state in memory cannot be read, the last save is taken: {error}", file=sys.stderr)
+                pieces = None
+        if made is None and start.saved >= 0:
             made = Made(load(start.saves, step, params)[0], start.saved_at)
-        else:
+        elif made is None:
             made = Made(step.init(params, key=key), start.first)
         parts = Ranks.of(step, "fds.elastic.run")
         union = AllLeaves.of(parts_of(made.state, parts), parts)

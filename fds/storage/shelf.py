@@ -18,6 +18,7 @@ import hashlib
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import attrs
 import torch
 
 from fds.collectives import Axis
+from fds.errors import StorageError
 from fds.layout import Box
 from fds.state import State
 from fds.step import Step
@@ -183,7 +185,7 @@ class Pieces:
     def newest(cls, shelf: Shelf, everyone: Axis, after: int) -> Pieces | None:
         """Return the newest state of more than `after` calls that the shelves cover, None if there is none.
 
-        All ranks call it, and get the same. Raises `StorageError`, on every rank, for a part that cannot be read.
+        All ranks call it, and get the same. A part whose manifest cannot be read counts as lost, and is printed.
         """
         ranks = Ranks(everyone if everyone.size > 1 else None, "fds.elastic.run", everyone.index)
         with ranks.together() as exchange:
@@ -195,12 +197,16 @@ class Pieces:
                 leads = shelves.index(shelf.id) == everyone.index
                 parts = shelf.parts(entry) if leads else {}
                 exchange.mine = {file: (folder / NAME).read_text() for file, folder in parts.items()}
-            files = {
-                file: [id for id, texts in zip(shelves, exchange.all, strict=True) if file in texts]
-                for file in sorted({file for texts in exchange.all for file in texts})
-            }
+            files, manifests = dict[str, list[str]](), list[Manifest]()
             texts = {file: text for texts in exchange.all for file, text in texts.items()}
-            manifests = [parse_manifest(texts[file], f"{shelf.folder}: {file}") for file in files]
+            for file in sorted(texts):
+                try:
+                    manifests.append(parse_manifest(texts[file], f"{shelf.folder}: {file}"))
+                except StorageError as error:  # on all ranks alike, which have the same text
+                    if everyone.index == 0:
+                        print(f"fds: a part of the state in memory is left out: {error}", file=sys.stderr)
+                    continue
+                files[file] = [id for id, texts in zip(shelves, exchange.all, strict=True) if file in texts]
             for manifest in manifests:
                 check_parts_agree(manifest, manifests[0], str(manifest.part), str(manifests[0].part))
             if manifests and all(_covers(leaf) for leaf in merge(manifests).leaves.values()):
@@ -210,7 +216,8 @@ class Pieces:
     def bring(self, wanted: Mapping[str, LeafPart] | None = None) -> Manifest:
         """Bring the chunks over that this node's ranks need, and return the manifest of what the node has then.
 
-        All ranks call it; `wanted` is what this rank will hold, None for nothing.
+        All ranks call it; `wanted` is what this rank will hold, None for nothing. Raises `StorageError`, on every rank,
+        if a node cannot write what is brought.
         """
         mine = self.shelf.id
         near = {file for file, ids in self.files.items() if mine in ids}
@@ -221,9 +228,12 @@ class Pieces:
         bring = dict[str, dict[Key, int]]()  # by shelf: chunks, and their sizes in bytes
         for id, rows in zip(self.shelves, asked, strict=True):
             bring.setdefault(id, {}).update({(file, offset): size for file, offset, size in rows})
-        for id in dict.fromkeys(self.shelves):
-            self._carry(id, sorted(bring[id].items()))
-        self.everyone.barrier()
+        failures = [self._carry(id, sorted(bring[id].items())) for id in dict.fromkeys(self.shelves)]
+        with Ranks(
+            self.everyone if self.everyone.size > 1 else None, "fds.elastic.run", self.everyone.index
+        ).together():
+            for error in filter(None, failures):
+                raise error
         at, placed = len(BROUGHT), dict[Key, int]()
         for key, size in sorted(bring[mine].items()):
             placed[key] = at
@@ -251,32 +261,41 @@ class Pieces:
     def _folder(self) -> Path:
         return self.shelf.folder / f"{self.entry[0]}.{self.entry[1]:08d}"
 
-    def _carry(self, id: str, chunks: list[tuple[Key, int]]) -> None:
-        """Send chunks to the first rank of a node, which writes them to one file. All ranks call it."""
-        to, rank = self.shelves.index(id), self.everyone.index
-        if not chunks:
-            return
-        with contextlib.ExitStack() as opened:
-            if rank == to:
-                self._folder.mkdir(exist_ok=True)
-                file = opened.enter_context(open(self._folder / _brought(id), "wb"))
-                file.write(BROUGHT)
-                file.flush()
-            end = len(BROUGHT)
-            for (name, offset), size in chunks:
-                source = self.shelves.index(self.files[name][0])
-                data = torch.empty(size, dtype=torch.uint8, device="cpu")
-                if rank == source:
-                    folder = self.shelf.parts(self.entry)[name]
-                    with open(folder / name, "rb") as part:
+    def _carry(self, id: str, chunks: list[tuple[Key, int]]) -> OSError | None:
+        """Send chunks to the first rank of a node, which writes them to one file. All ranks call it.
+
+        Returns what kept this rank from reading or writing: the messages go on, or others would wait for them.
+        """
+        to, rank, failed = self.shelves.index(id), self.everyone.index, None
+        if rank == to and chunks:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                (self._folder / _brought(id)).write_bytes(BROUGHT)
+            except OSError as error:
+                failed = error
+        end = len(BROUGHT)
+        for (name, offset), size in chunks:
+            source = self.shelves.index(self.files[name][0])
+            if rank == source:
+                data = torch.zeros(size, dtype=torch.uint8, device="cpu")
+                try:
+                    with open(self.shelf.parts(self.entry)[name] / name, "rb") as part:
                         part.seek(offset)
                         part.readinto(data.numpy().data)  # compared with its checksum where it is read
-                    self.everyone.start_send(data.to(self.everyone.device), to).wait()
-                if rank == to:
-                    there = data.to(self.everyone.device)
-                    self.everyone.start_recv(there, source).wait()
-                    write_at(file.fileno(), as_bytes(there.cpu()), end)
-                end += size
+                except OSError as error:
+                    failed = error
+                self.everyone.start_send(data.to(self.everyone.device), to).wait()
+            if rank == to:
+                there = torch.empty(size, dtype=torch.uint8, device=self.everyone.device)
+                self.everyone.start_recv(there, source).wait()
+                if failed is None:
+                    try:
+                        with open(self._folder / _brought(id), "r+b") as file:
+                            write_at(file.fileno(), as_bytes(there.cpu()), end)
+                    except OSError as error:
+                        failed = error
+            end += size
+        return failed
 
 
 def _brought(id: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,11 @@ class Run:
             except Lost:
                 return "lost"
 
-        return fds.simulate(on_rank, count)
+        results = fds.simulate(on_rank, count)
+        for thread in threading.enumerate():
+            if thread.name == "fds-save":  # for which the end of a process waits
+                thread.join(5)
+        return results
 
     @property
     def sources(self) -> list[tuple[int, str, int]]:
@@ -233,6 +238,48 @@ def test_a_shelf_that_cannot_be_written_costs_the_state_and_not_the_error(tmp_pa
     assert "could not leave its state" in capsys.readouterr().err
     (tmp_path / "shelf").unlink()
     assert int(alone(tmp_path).state.calls) == CALLS
+
+
+def spoil(kind: str, shelf: Path) -> None:
+    name = "*.json" if kind == "manifest" else "*.safetensors"
+    path = next(path for path in shelf.rglob(name) if path.is_file())
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data if kind == "byte" else data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("kind", ["manifest", "byte", "half"])
+def test_the_last_save_is_taken_where_memory_cannot_be_read(tmp_path, capsys, kind):
+    run = Run(tmp_path)
+    run.start(2, until=7)
+    spoil(kind, tmp_path / "shelves")
+    run.start(3, ranks=(2,))
+    assert run.sources == [(0, "init", 2), (5, "save", 2)]
+    assert "in memory" in capsys.readouterr().err
+    run.check()
+
+
+def test_memory_that_cannot_be_read_is_not_forgotten_without_a_save(tmp_path):
+    run = Run(tmp_path)
+    run.start(2, until=3)
+    spoil("byte", tmp_path / "shelves")
+    for _ in range(2):
+        with pytest.raises(FdsError, match="changed after it was written"):
+            run.start(2)
+
+
+def test_the_last_save_is_taken_where_no_memory_is_left_for_pieces(tmp_path, monkeypatch, capsys):
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = Run(tmp_path, "dp1")
+    run.start(2, until=7, nodes=(0, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr("fds.storage.shelf.write_at", full)
+        run.start(3, nodes=(2, 0, 1), ranks=(2,))
+    assert run.sources == [(0, "init", 2), (5, "save", 2)]
+    assert "No space left" in capsys.readouterr().err
+    run.check()
 
 
 def test_a_new_run_in_the_directory_of_another_takes_nothing_of_its_memory(tmp_path):

@@ -157,8 +157,8 @@ MUTANTS = (
     Mutant(
         "elastic-pieces-stay-away",
         SHELF,
-        "            self._carry(id, sorted(bring[id].items()))",
-        "            self._carry(id, [])",
+        "self._carry(id, sorted(bring[id].items()))",
+        "self._carry(id, [])",
         "pieces of other nodes are read as if they had come",
         RUNS,
     ),
