@@ -237,7 +237,11 @@ def test_what_modules_of_deepspeed_make_of_inputs(case):
             slot = {"activation_ranges": {"0": torch.tensor([-seen[0], seen[1]])}}
             state = attrs.evolve(state, slots={**state.slots, **slot})
         got = step.evaluate(state, x, outputs=True)["outputs"]
-        torch.testing.assert_close(got.flatten(), torch.tensor(want), rtol=0, atol=1e-6)
+        # a CPU of other instructions adds the products in another order
+        sizes = nn.functional.conv2d if case["module"] == "convolution" else nn.functional.linear
+        products = sizes(x.abs(), params["weight"].abs(), params["bias"].abs())
+        bound = 2 * params["weight"][0].numel() * torch.finfo(torch.float32).eps * products.flatten()
+        assert ((got.flatten() - torch.tensor(want)).abs() <= bound).all()
 
 
 def test_a_static_range_averages_as_deepspeeds_does_where_there_is_one_microbatch():
