@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = re.findall(r"^bench-([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 NEEDS_A_GPU = {"kernels"}
 ELSEWHERE = {"launches"}  # tests/benchmarks/test_launches.py
-OF_PEERS = {"bert"}  # which is a model of transformers
+OF_PEERS = {"bert", "loading"}  # of models of transformers
 WITHOUT_PEERS = {  # what of a benchmark needs no package but torch
     "analysing": ["--only", "fds"],
     "sharding": ["--only", "fds 0,DDP", "--stages", "0", "--rates", "loopback"],

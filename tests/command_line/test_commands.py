@@ -36,7 +36,9 @@ def test_every_help_says_what_a_command_does_and_shows_examples_that_parse(name)
     for line in ALL[name].examples:
         assert f"  {line}" in text
         first = line.split(" > ")[0].split(" | ")[0]
-        options = command_line.top().parse_args(shlex.split(first)[1:])
+        words = shlex.split(first)
+        after = words.index("-m") + 2 if words[0] == "torchrun" else 1  # torchrun ... -m fds COMMAND
+        options = command_line.top().parse_args(words[after:])
         assert options.command is not None and callable(options.run), line
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from fds.storage.format import boxes
 from fds.storage.format.boxes import apart, copy_common, extent, rectangles, runs
 from fds.storage.format.manifest import Chunk, SavedLeaf
-from fds.storage.source import _placed
+from fds.storage.source import placed_chunks
 
 
 @st.composite
@@ -63,7 +63,7 @@ def test_ranges_of_two_boxes_copy_what_they_have_in_common(drawn):
 
 def test_a_chunk_that_others_cover_is_not_read_again():
     chunks = [Chunk("a", 0, 0, 10, ""), Chunk("b", 0, 0, 10, "", ((0, 10),)), Chunk("b", 0, 5, 5, "", ((0, 10),))]
-    (placed,) = _placed(SavedLeaf("float32", (10,), tuple(chunks)))
+    (placed,) = placed_chunks(SavedLeaf("float32", (10,), tuple(chunks)))
     assert placed.chunk is chunks[0]
 
 

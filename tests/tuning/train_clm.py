@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import fds
 from fds.config import training_arguments
 
 
 def main():
+    from transformers import GPT2Config, GPT2LMHeadModel  # here: tests are imported without it
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed")
     parser.add_argument("--per_device_train_batch_size", type=int, default=1)
