@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.collectives import worlds
 from fds.collectives.links import COMBINE, DONE, Collective, Exchange, Link, Work, dry, replay
 from fds.collectives.worlds import World
 from fds.errors import FdsError, MeshError
@@ -108,7 +107,7 @@ class Axis:
     @property
     def is_current(self) -> bool:
         """Whether the current world is the one in which the mesh was made."""
-        return self.world is worlds.current()
+        return self.world.is_current
 
     def check_current(self) -> None:
         """Raise `MeshError` if the current world is not the one in which the mesh was made."""

@@ -35,6 +35,11 @@ class World:
     shares_cores: bool = False  # whether communication uses the cores of computation: overlapping them gains nothing
     counters: list = attrs.field(factory=list)  # the active `traffic.Traffic` counters
 
+    @property
+    def is_current(self) -> bool:
+        """Whether these are the ranks that run."""
+        return current() is self
+
     def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
         """Return the link between these ranks, of which this is one; all of them must call this.
 
@@ -101,6 +106,11 @@ class FirstRanks(World):
     def __init__(self, world: World, size: int):
         self.world, self.rank, self.size = world, world.rank, size
         self.device, self.counters = world.device, world.counters
+
+    @property
+    def is_current(self) -> bool:
+        """Whether these ranks run, by themselves or with the others of the larger world."""
+        return current() in (self, self.world)
 
     def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
         """Return the link between these ranks in the larger world."""

@@ -31,7 +31,7 @@ from fds.errors import ElasticityError, FdsError, RankError, ResizeError, Storag
 from fds.state import State
 from fds.step import Step
 from fds.storage import load, save, save_async
-from fds.storage.disk.files import check_path
+from fds.storage.disk.files import check_path, write_errors
 from fds.storage.disk.folders import find, last_run, remember_run, tags
 from fds.storage.format.manifest import read_manifest
 from fds.storage.ranks.exchange import Ranks
@@ -97,8 +97,8 @@ def run(
             `compose` and `watch` do. It has no effect if the program has called `fds.init_distributed`.
         shelf: where the ranks of a node leave what they hold, by default `/dev/shm`, its memory.
 
-    Raises `ResizeError`; `ElasticityError` for arguments of other kinds, and if too few ranks are there; what the step,
-    its data, `fds.save` and `fds.load` raise.
+    Raises `ResizeError`, or `RankError` where a rank is lost before all have begun; `ElasticityError` for arguments of
+    other kinds, and if too few ranks are there; what the step, its data, `fds.save` and `fds.load` raise.
     """
     path = check_path(directory, "directory")
     _check_arguments(compose, calls, ranks, save_every, keep, watch, timeout)
@@ -142,7 +142,8 @@ def run(
         if everyone.index == 0:
             idle = everyone.size - start.count
             event = start.event("start", int(made.state.calls), ranks=start.count, idle=idle, source=source)
-            write_event(path, attrs.evolve(event, time=time.time() if start.again else began, lost_seconds=lost))
+            with write_errors(path, "line"):
+                write_event(path, attrs.evolve(event, time=time.time() if start.again else began, lost_seconds=lost))
         return Training(start, step, union, [made]).run(data, calls, save_every, keep, watch)
 
 
@@ -282,7 +283,8 @@ class Training:
 
     def _write(self, kind: str, calls: int) -> None:
         if self.start.everyone.index == 0:
-            write_event(self.start.path, self.start.event(kind, calls))
+            with write_errors(self.start.path, "line"):
+                write_event(self.start.path, self.start.event(kind, calls))
 
     def _leave(self, error: BaseException) -> str:
         """Put the states that this rank has on the shelf, and say what was done; whatever fails is printed."""

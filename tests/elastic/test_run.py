@@ -147,6 +147,23 @@ def test_ranks_beyond_those_that_share_the_batch_wait(tmp_path):
     run.check()
 
 
+def test_the_ranks_that_trained_go_on_with_what_the_run_returns(tmp_path):
+    def on_rank() -> Any:
+        finished = fds.elastic.run(
+            tmp_path / "run", lambda ranks: job.compose("dp1", ranks), job.model().init, calls=2, ranks=(2,)
+        )
+        if finished.state is None:
+            return None
+        axis = finished.step.everyone
+        loader = fds.DistributedLoader(job.DATA, 4, axis, collate=job.double)
+        loss = finished.step.evaluate(finished.state, next(iter(loader)))["loss"]
+        fds.save(tmp_path / "other", finished.state, finished.step)
+        return axis.exchange(float(loss))
+
+    first, second, idle = fds.simulate(on_rank, 3)
+    assert first == second and first[0] == first[1] and idle is None
+
+
 def test_a_finished_run_gives_its_state_and_makes_no_call(tmp_path):
     run = Run(tmp_path)
     (first,) = run.start(1)
