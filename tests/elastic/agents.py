@@ -167,7 +167,7 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def nodes(root: Path, kind: str, calls: int, pause: float = 0.4, **more: Any) -> Iterator[Nodes]:
+def nodes(root: Path, kind: str, calls: int, pause: float = 0.5, **more: Any) -> Iterator[Nodes]:
     """Yield a job without nodes; at the end, kill whatever runs."""
     ours, theirs = ranks.forkserver.Pipe()
     store = ranks.forkserver.Process(target=host, args=(theirs,), daemon=True)
@@ -186,14 +186,10 @@ def nodes(root: Path, kind: str, calls: int, pause: float = 0.4, **more: Any) ->
         store.kill()
 
 
-def made(rows: list[dict[str, Any]], ranks_: int) -> int:
-    """Return the last call that was made on a number of ranks."""
-    return max((row["calls"] for row in rows if row.get("world") == ranks_ and "calls" in row), default=0)
-
-
-def starts(rows: list[dict[str, Any]], ranks_: int) -> int:
-    """Return how often training began on a number of ranks."""
-    return len({row["pid"] for row in rows if row.get("world") == ranks_ and row["rank"] == 0 and "calls" in row})
+def trains(rows: list[dict[str, Any]], since: float, ranks_: int) -> bool:
+    """Return whether so many ranks train that were started since then."""
+    new = {row["pid"] for row in rows if "start" in row and row["time"] > since}
+    return any("calls" in row and row["world"] == ranks_ and row["pid"] in new for row in rows)
 
 
 def check(rows: list[dict[str, Any]], kind: str, calls: int) -> None:

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -86,12 +85,6 @@ def happen(event: str, draw: random.Random, nodes: agents.Nodes) -> None:
             nodes.join()
 
 
-def trains(rows: list[dict[str, Any]], since: float, ranks: int) -> bool:
-    """Return whether so many ranks train that were started since then."""
-    new = {row["pid"] for row in rows if "start" in row and row["time"] > since}
-    return any("calls" in row and row["world"] == ranks and row["pid"] in new for row in rows)
-
-
 def resize(root: Path, kind: str, count: int, draw: random.Random) -> Row:
     """Let so many events happen to a job. Raises `Violation`."""
     row = Row(kind)
@@ -99,13 +92,13 @@ def resize(root: Path, kind: str, count: int, draw: random.Random) -> Row:
         begun = time.time()
         for _ in range(draw.randint(2, 4)):
             nodes.join()
-        if not nodes.wait(lambda rows: trains(rows, begun, len(nodes.nodes)), LIMIT):
+        if not nodes.wait(lambda rows: agents.trains(rows, begun, len(nodes.nodes)), LIMIT):
             raise Violation(f"{kind}: the job did not start\n{nodes.texts()}")
         for event, _ in zip(events(draw, nodes), range(count), strict=False):
             time.sleep(draw.uniform(0, 3))
             at = time.time()
             happen(event, draw, nodes)
-            if not nodes.wait(lambda rows, at=at: trains(rows, at, len(nodes.nodes)), LIMIT):
+            if not nodes.wait(lambda rows, at=at: agents.trains(rows, at, len(nodes.nodes)), LIMIT):
                 raise Violation(f"{kind}: after {event} no ranks trained within {LIMIT:g} s\n{nodes.texts()}")
             row.events.append((event, time.time() - at))
             print(f"  {kind}: {event}, {row.events[-1][1]:.1f} s, now {len(nodes.nodes)} ranks", flush=True)
