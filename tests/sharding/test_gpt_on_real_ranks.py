@@ -130,7 +130,7 @@ def one_raises(stage: int):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_loss_that_raises_on_one_rank_ends_the_others_with_an_error(stage):
-    waiting, raising = ranks.run(one_raises, stage, timeout=4.0)
+    waiting, raising = ranks.run(one_raises, stage, timeout=8.0)
     assert raising == ("ZeroDivisionError", "mine alone")
     assert waiting[0] == "RankError" and "rank 1" in waiting[1], waiting
 
