@@ -1,7 +1,5 @@
 """`fds.hf.Trainer` beside transformers' own, alone, over DeepSpeed and under TRL: real models and processes."""
 
-# pyright: reportMissingImports=false, reportOptionalMemberAccess=false, reportArgumentType=false
-
 import json
 import os
 import shutil

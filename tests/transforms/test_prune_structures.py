@@ -1,7 +1,5 @@
 """Pruned rows, channels and heads: the loop by hand, wherever a step runs, and smaller modules of what is left."""
 
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
 # much of what is passed here is wrong on purpose
 
 import copy

@@ -1,7 +1,5 @@
 """Scripts that are run again and again: real processes, ended by the step itself."""
 
-# pyright: reportArgumentType=false
-
 import itertools
 import json
 from pathlib import Path

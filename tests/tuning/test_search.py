@@ -1,7 +1,5 @@
 """A search on two ranks, each process of it real; what came of it is read again from its journal."""
 
-# pyright: reportOptionalMemberAccess=false, reportMissingImports=false
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """What is in a space, and what is none."""
 
-# pyright: reportArgumentType=false
-
 import functools
 
 import attrs

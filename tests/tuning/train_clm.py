@@ -1,7 +1,5 @@
 """A script in the manner of transformers' run_clm.py, of a model that is as small as can be, for `fds tune`."""
 
-# pyright: reportMissingImports=false, reportOptionalIterable=false
-
 import argparse
 import json
 from pathlib import Path
