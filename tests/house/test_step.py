@@ -58,7 +58,7 @@ def test_this_test_sees_a_branch_a_comparison_and_a_feature():
 
 
 STEP = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "fds/step").rglob("*.py"))}
-OF_USERS = {"After", "Synchronize"}  # protocols of what users write: one of ours each is enough
+OF_USERS = {"Adds", "After", "Synchronize"}  # protocols of what users write: one of ours each is enough
 MOST_BY_POSITION = 8
 PHASES = "fds.optim.exchange"
 
