@@ -68,8 +68,9 @@ class LowRank:
 
     def chooses(self, name: str, dims: int) -> bool:
         """Say whether a parameter has factors: those of two dims that a pattern matches."""
-        if dims != 2 or is_part(name):
-            return False
+        return dims == 2 and not is_part(name) and self._matches(name)
+
+    def _matches(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for group in self.each for pattern in group)
 
     def parts(self, weight: str) -> list[str]:
@@ -98,7 +99,7 @@ class LowRank:
         """
         result: dict[str, Lies] = {}
         for weight, how in lies.items():
-            if not any(fnmatch.fnmatchcase(weight, pattern) for group in self.each for pattern in group):
+            if not self._matches(weight):
                 continue
             names = self.parts(weight)
             if not isinstance(how, SplitDim):
