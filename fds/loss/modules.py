@@ -167,8 +167,9 @@ class Apply:
         return run
 
     def _check_arguments(self, params: dict, buffers: dict) -> None:
-        added = {name for name, _ in self._added(current()).values()}
-        _check_names(params, self.names | added if added else self.names, "parameters")
+        added = self._added(current())
+        names = self.names.union(name for name, _ in added.values()) if added else self.names
+        _check_names(params, names, "parameters")
         _check_names(buffers, self.constants.keys(), "buffers")
         trained = [name for name in self.frozen if params[name].requires_grad]
         if trained:
@@ -236,8 +237,11 @@ class Apply:
 
     def _added(self, now: Mode) -> dict[str, tuple[str, Tensor]]:
         """Return the parameters that maps of modules add: by path in the module their names, and what they are like."""
-        maps = [change for change in now.modules if hasattr(change, "adds")]
-        return {path: at for change in maps for path, at in change.adds(self.number).items()}  # type: ignore[attr-defined]
+        added: dict[str, tuple[str, Tensor]] = {}
+        for change in now.modules:
+            if hasattr(change, "adds"):
+                added |= change.adds(self.number)
+        return added
 
     def _new_copy(self, now: Mode) -> ModuleCopy:
         """Return a copy of the module in this mode."""

@@ -259,7 +259,8 @@ class Optimizer:
         members = {pattern: member.values(step) for pattern, member in self.members.items()}
         shared = next(iter(members.values())).lr if members and self.lr is not None else None
         lr = self.learning_rate(step) if shared is None else shared.clone()
-        return Values(lr, {name: at(value, step, name) for name, value in self.hyper.items()}, members)
+        hyper = {name: at(x, step, name) if callable(x) else x for name, x in self.hyper.items()}
+        return Values(lr, hyper, members)
 
     def given(self, values: Values) -> dict[str, Any]:
         """Return the keyword arguments of `update` that depend on t."""
