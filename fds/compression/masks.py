@@ -112,10 +112,13 @@ class Block:
             groups = scores.reshape(scores.numel() // self.of, self.of)
             order = groups.argsort(dim=1, descending=True, stable=True)
             return torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order[:, : self.keep], True).view_as(scores)
-        stay = largest(self.scores(scores), count)
+        return self.numbers(largest(self.scores(scores), count))
+
+    def numbers(self, blocks: Tensor) -> Tensor:
+        """Return for every number what is said of its block, (rows, numbers of a row)."""
         if self.of * self.across > 1:
-            stay = stay.repeat_interleave(self.of, 0).repeat_interleave(self.across, 1)
-        return stay
+            blocks = blocks.repeat_interleave(self.of, 0).repeat_interleave(self.across, 1)
+        return blocks
 
 
 def sparse(weight: Tensor, density: float | None = None, *, block: str | None = None) -> Tensor:

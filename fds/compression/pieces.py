@@ -6,14 +6,17 @@ part of the mask; in the calls that make masks alone, so that in others nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.compression import masks
 from fds.errors import ComposeError
+from fds.layout import Sharded
 from fds.step import Call, Placement, SplitDim
 
 
@@ -83,3 +86,38 @@ class Piece:
             assert placement.axis is not None
             sums = placement.axis.all_reduce(sums, what="scores")
         return sums
+
+
+def shapes_of(params: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the names and shapes of the parameters of which a rank has slices, or which it has."""
+    if isinstance(params, Sharded):
+        yield from ((leaf.name, leaf.shape) for bucket in params.layout.buckets for leaf in bucket.leaves)
+    else:
+        yield from ((name, tuple(x.shape)) for name, x in tree.paths(params).items())
+
+
+def wholes(params: Any, names: Container[str], call: Call) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters of these names, whole and on the device, from what the station `after` is given; all ranks do.
+
+    Of slices one bucket is whole at a time.
+    """
+    for name, x in _unsliced(params, names, call):
+        x = x.detach().to(call.device)
+        yield name, Piece.of(name, x.shape, call).whole(x)
+
+
+def _unsliced(params: Any, names: Container[str], call: Call) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters as ranks have them that share no slices."""
+    if not isinstance(params, Sharded):
+        yield from ((name, x) for name, x in tree.paths(params).items() if name in names)
+        return
+    (axis,) = (x.placement.axis for x in call.dimensions.entries if x.placement.slice is not None)
+    assert axis is not None
+    for bucket in params.layout.buckets:
+        if any(leaf.name in names for leaf in bucket.leaves):
+            part = params.buckets[bucket.name].detach().to(call.device)
+            whole = part.new_empty(bucket.numel)
+            axis.used_for("gather").start_all_gather(whole, part).wait()
+            for leaf, x in zip(bucket.leaves, bucket.views(whole), strict=True):
+                if leaf.name in names:
+                    yield leaf.name, x

@@ -108,10 +108,14 @@ class Schedule:
 
         `final` is how many numbers the last mask keeps: past the end one that keeps more was not made in time.
         """
-        due = (step >= self.start) & ((step <= self.end) | (old.sum() > final))
+        due = self.is_due(step, old.sum(), final)
         if reading.is_free(step) and not due:  # on a CPU a mask that is not needed is not made
             return old
         return torch.where(due, make(), old)
+
+    def is_due(self, step: Tensor, kept: Tensor, final: int) -> Tensor:
+        """Return whether a mask that keeps so many numbers is made after `step` updates, () bool."""
+        return (step >= self.start) & ((step <= self.end) | (kept > final))
 
 
 def _made_or_old(slot: Any, noted: Any, call: Any) -> Any:

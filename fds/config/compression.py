@@ -199,13 +199,14 @@ def by_sensitivity(config: Groups, model: Parts | None) -> Iterator[FunctionCall
     end = offset + ((offset if last is None else last) - offset) // stride * stride  # of the last mask
     several = {"end": end, "stride": stride, "curve": "exponential"} if end > offset else {}
     block = _block(shared.block_pattern)
+    density = max(shared.dense_ratio, _LEAST)
     guessed = {} if model is not None else {"excluded": tuple(f"*{guessed_of(x)}*" for x in shared.excluded_modules)}
     yield FunctionCall.of(
         "prune_weights",
         *(("*.weight",) if model is None else patterns_of(_scored(config, model), model.names)),
         method=shared.method,
         block=shared.block_pattern,
-        **({} if block.keep else {"density": max(shared.dense_ratio, _LEAST), **several}),
+        **({} if block.keep else {"scope": "global", "density": density, "least": _LEAST, **several}),
         offset=offset,
         **guessed,
     )

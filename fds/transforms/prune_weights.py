@@ -1,10 +1,10 @@
 """Prune single weights, or blocks of them.
 
-Fills:  view, memory             State:  slot `pruned_weights` (or `name`): masks, 32 weights in a word of 8 bytes
+Fills:  view, memory, after      State:  slot `pruned_weights` (or `name`): masks, 32 weights in a word of 8 bytes
 Law:    the hand-written loop whose weights are multiplied by masks, made of weights or scores when the schedule says so
 Cost:   a quarter of a byte a weight on every rank; a pass over the weights each microbatch; where a mask may be made
         a selection of the largest, and a message of a mask's size to other ranks, of the weights' size along a tensor
-        axis; "topk" does so in each microbatch
+        axis and for the scope "global"; "topk" does so in each microbatch
 Source: Zhu and Gupta 2017, arXiv:1710.01878; 2:4: Mishra et al. 2021, arXiv:2104.08378; "topk": Sanh et al. 2020,
         arXiv:2005.07683; "snip_momentum": Lee et al. 2019, arXiv:1810.02340
 """
@@ -25,11 +25,13 @@ from fds.compression.masks import Block, Curve
 from fds.compression.pieces import Piece, counts
 from fds.compression.schedule import Schedule, chosen, is_chosen, patterns_of
 from fds.compression.scores import SUFFIXES, dropped, summed
-from fds.errors import FLAG, ComposeError, FdsError, Rule, StateError, slot_name
+from fds.compression.together import Together
+from fds.errors import FLAG, ComposeError, FdsError, Rule, StateError, is_number, slot_name
 from fds.layout import Leaf
 from fds.step import Call, Memory, Step, fill, transform
 
 Method = Literal["l1", "topk", "snip_momentum"]
+Scope = Literal["local", "global"]
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -42,10 +44,12 @@ class PrunedWeights:
     block: Block
     schedule: Schedule
     slot: str
+    together: Together | None  # what makes the masks, where that is not the view
     draws: ClassVar = False
 
     def __repr__(self) -> str:
-        return f"masks of {tree.named(self.patterns)} by {self.method}: {self.schedule}"
+        others = ", all together" * (self.together is not None)
+        return f"masks of {tree.named(self.patterns)} by {self.method}{others}: {self.schedule}"
 
     def init(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
         """Return masks of weights that all stay, by name, (rows, words). Raises `StateError` for no weights."""
@@ -95,6 +99,8 @@ class PrunedWeights:
                 got=f"{leaf.shape} for {tuple(x.shape)}: another view encodes it",
                 want="excluded=... with this one",
             )
+        if self.together is not None:
+            self.together.check(call)
         (scores,) = read.values()
         piece = Piece.of(leaf.name, leaf.shape, call)
         if self.method == "l1":
@@ -119,7 +125,7 @@ class PrunedWeights:
         `scores` are of the piece.
         """
         mask = masks.unpack(call.slots[self.slot][piece.name], math.prod(piece.shape[1:]))
-        if call.is_due(self.slot):
+        if self.together is None and call.is_due(self.slot):
             mask = self.look(piece, scores, mask.bool(), call)
             if counts(call):
                 call.note(self.slot, piece.name, masks.pack(mask))
@@ -143,13 +149,17 @@ class PrunedWeights:
 @transform(
     several=True,
     method=Rule(get_args(Method).__contains__, ": there is no such method", ", ".join(map(repr, get_args(Method)))),
+    scope=Rule(get_args(Scope).__contains__, ": there is no such scope", ", ".join(map(repr, get_args(Scope)))),
+    least=Rule(lambda x: is_number(x) and 0 <= x <= 1, " is a share of what stays of each weight", "0 <= least <= 1"),
     initial=FLAG,
     name=slot_name("pruned_more"),
 )
 def prune_weights(
     *patterns: str,
     method: Method = "l1",
+    scope: Scope = "local",
     density: float | None = None,
+    least: float = 0.0,
     block: str | None = None,
     offset: int = 0,
     end: int | None = None,
@@ -174,7 +184,10 @@ def prune_weights(
             gradient were that of the mask, and make it in each microbatch from `offset` on; "snip_momentum" decaying
             sums of |weight * gradient|. Of the last two a weight's are the parameter `<name>_scores`, which
             `fds.compression.with_scores` makes; those that are sums have the optimizer `fds.compression.sensitivity`.
+        scope: what is compared: "local" the numbers of each weight; "global" those of all weights that patterns choose,
+            by one threshold for all of them, after an update, for the next call. Not of "topk", nor of "2:4".
         density: the share of numbers, or of blocks, that stays: 0 < density <= 1. None where `block` is such as "2:4".
+        least: of the scope "global", the share of each weight's numbers, or blocks, that stays in any case.
         block: "4x1": 4 rows of a column stay or go together, by the sum of their scores; "2:4": of each 4 numbers of a
             row the 2 largest stay; None: single numbers. A row is what makes one output, of a convolution too.
         offset: updates before masks are in use.
@@ -186,7 +199,9 @@ def prune_weights(
         name: of the slot; another one where this stands twice.
 
     Where ranks have parts of a weight (a tensor axis), they send each other its scores in the calls that may make a
-    mask; of "topk" in each microbatch.
+    mask; of "topk" in each microbatch. So do ranks with slices for the scope "global", a bucket at a time. That scope
+    is a `ComposeError` in the first call where ranks have weights of their own (pipelines, experts, `local_updates`),
+    and in a graph of the whole step.
 
     Raises `ComposeError` for anything else; `StateError` at init for patterns that match no weight, for weights without
     scores, and for weights that are not made of blocks.
@@ -205,13 +220,32 @@ def prune_weights(
             want='0 < density <= 1; or block="2:4", which has a density and no end',
         )
     schedule = Schedule.of(share, offset, end, stride, curve, initial=initial, method=method, where="prune_weights")
-    view = PrunedWeights(names, out, method, kind, schedule, name)
+    if scope == "global" and (method == "topk" or kind.keep or initial or not schedule.end):
+        raise ComposeError(
+            "prune_weights: weights are compared with each other after an update",
+            where="scope",
+            got=f"{scope=}, {method=}, {block=}, {initial=}, {offset=}, {end=}",
+            want='method="l1" or "snip_momentum", no "2:4", initial=False, and an offset or an end above 0',
+        )
+    if least and (scope == "local" or least > share):
+        raise ComposeError(
+            "prune_weights: least is a share of each weight, of those that are compared with each other",
+            where="least",
+            got=f"{least=}, {scope=}, density={share!r}",
+            want='scope="global", and at most density',
+        )
+    together = None
+    if scope == "global":
+        together = Together(name, "" if method == "l1" else SUFFIXES["weights"], kind, schedule, float(least))
+    view = PrunedWeights(names, out, method, kind, schedule, name, together)
 
     def apply(step: Step) -> Step:
+        rule = schedule.rule if together is None else {}
         return fill(
             step,
             view=view,
-            memory=Memory(name, view.init, "named", **schedule.rule),
+            **({} if together is None else {"after": together}),
+            memory=Memory(name, view.init, "named", **rule),
             instead=f"prune_weights(..., name={name + '_2'!r})",
             hint="give one of them another name",
         )

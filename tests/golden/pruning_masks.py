@@ -10,8 +10,8 @@ Weights have no two equal magnitudes. A convolution's channels by l1 are not amo
 `torch.linalg.norm` for a norm over three dims, which raises.
 A training is one of TRAININGS by `init_compression`, the scheduler and `redundancy_clean`: its losses, and what the
 cleaned model returns for one more batch, and the shapes of its parameters.
-`sums` are trainings by "snip_momentum", of one weight each, since neural_compressor compares blocks of all weights with
-one another: after each call the loss, and the weight's mask. 0.19.6 imports modules `nc` and `nc_pruner`, which are not
+`sums` are trainings by "snip_momentum", of one weight or of two, whose blocks neural_compressor 2.6 compares with one
+another: after each call the loss, and the masks. 0.19.6 imports modules `nc` and `nc_pruner`, which are not
 there: here they are those of neural_compressor that it means. That looks for a last layer among classes called Linear,
 which DeepSpeed has replaced: here its class has that name.
 """
@@ -156,16 +156,18 @@ def training(name):
     return {"name": name, "losses": losses, "outputs": clean(rows(99)[0]).flatten().tolist(), "shapes": shapes}
 
 
-SUMS = [  # shared parameters of sparse pruning, and the layer that they leave beside the last, which stays as it is
+SUMS = [  # shared parameters of sparse pruning, and the layers that are pruned; a last one stays as it is
     ("fc2", {"dense_ratio": 0.3, "schedule_offset": 1, "schedule_offset_end": 8, "schedule_offset_stride": 3}),
     ("fc2", {"dense_ratio": 0.4, "schedule_offset": 2, "schedule_offset_end": 6, "schedule_offset_stride": 2}),
     ("fc1", {"dense_ratio": 0.25, "schedule_offset": 3, "block_pattern": "2x2"}),
     ("fc1", {"dense_ratio": 0.01, "schedule_offset": 1, "schedule_offset_end": 2, "block_pattern": "1x1"}),
+    ("fc1 fc2", {"dense_ratio": 0.2, "schedule_offset": 1, "schedule_offset_end": 8, "schedule_offset_stride": 2}),
+    ("fc1 fc2", {"dense_ratio": 0.01, "schedule_offset": 1, "schedule_offset_end": 5, "block_pattern": "1x1"}),
 ]
 
 
-def sums(layer, shared):
-    """Return the losses, and the masks of a weight, of a training by sums of weight times gradient."""
+def sums(layers, shared):
+    """Return the losses, and the masks of weights, of a training by sums of weight times gradient."""
     import neural_compressor as nc  # pyright: ignore[reportMissingImports]
     from deepspeed.compression import basic_layer, helper  # pyright: ignore[reportMissingImports]
     from deepspeed.compression.compress import init_compression  # pyright: ignore[reportMissingImports]
@@ -176,7 +178,7 @@ def sums(layer, shared):
     basic_layer.LinearLayer_Compress.__name__ = "Linear"
     made = nc.WeightPruningConfig.__init__
     made.__defaults__ = ([{}], *made.__defaults__[1:])  # of which the first call keeps what it was given
-    excluded = ["f.1" if layer == "fc2" else "fc2"]
+    excluded = [word for word, layer in (("f.1", "fc1"), ("fc2", "fc2")) if layer not in layers]
     asked = {"enabled": True, "method": "snip_momentum", "excluded_modules": excluded, **shared}
     section = {"shared_parameters": asked, "different_groups": {}}
     model = init_compression(Net(), {"compression_training": {"sparse_pruning": copy.deepcopy(section)}})
@@ -193,9 +195,10 @@ def sums(layer, shared):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        (mask,) = model.pruners[0].masks.values()
-        stays.append("".join(str(int(m)) for m in mask.flatten()))
-    return {"section": section, "weight": f"{layer}.weight", "losses": losses, "masks": stays}
+        made = model.pruners[0].masks.values()
+        stays.append(" ".join("".join(str(int(m)) for m in mask.flatten()) for mask in made))
+    weights = [f"{layer}.weight" for layer in layers.split()]
+    return {"section": section, "weights": weights, "losses": losses, "masks": stays}
 
 
 def main():

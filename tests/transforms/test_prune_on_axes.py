@@ -124,6 +124,14 @@ CASES = {
         (("1.qkv.weight", "weights"), ("1.out.weight", "heads"), ("2.up.weight", "rows")),
         sums=True,
     ),
+    "together": Case(
+        (
+            weights("1.qkv.weight", "2.down.weight", method="snip_momentum", scope="global", density=0.4, **LATE),
+            weights("0.weight", "2.up.weight", scope="global", density=0.4, offset=1, name="pruned_others"),
+        ),
+        (("1.qkv.weight", "weights"), ("2.down.weight", "weights")),
+        sums=True,
+    ),
 }
 TIGHT = {"bucket_bytes": 512, "prefetch": 0, "max_live_bytes": 4096}  # views run where the loss reads a matrix
 PLACES = [
@@ -132,6 +140,7 @@ PLACES = [
     ("blocks", Place(2, stages=2)),
     ("learned", Place(2, 2, stages=2, zero=1)),
     ("sums", Place(2, 2, zero=3)),
+    ("together", Place(2, 2, zero=3, arguments=TIGHT)),
 ]
 
 

@@ -6,6 +6,7 @@ WEIGHTS = "tests/transforms/test_prune_weights.py"
 SCORES = "tests/transforms/test_prune_by_scores.py"
 STRUCTURES = "tests/transforms/test_prune_structures.py"
 MASKS = "tests/compression/test_masks.py"
+TOGETHER = "tests/transforms/test_prune_together.py"
 AXES = "tests/transforms/test_prune_on_axes.py"
 
 MUTANTS = (
@@ -44,7 +45,7 @@ MUTANTS = (
     Mutant(
         "a-mask-is-made-again-and-again",
         "fds/compression/schedule.py",
-        "((step <= self.end) | (old.sum() > final))",
+        "((step <= self.end) | (kept > final))",
         "(step >= 0)",
         "a mask is that of the weights in the last look, not at the offset",
         WEIGHTS,
@@ -184,5 +185,29 @@ MUTANTS = (
         "return self.ties",
         "a bucket is reduced before the second view that reads a parameter has given its gradient",
         AXES,
+    ),
+    Mutant(
+        "masks-of-a-skipped-step",
+        "fds/compression/together.py",
+        "due = due if skip is None else due & ~skip",
+        "due = due | False",
+        "a skipped step makes masks of all weights together",
+        TOGETHER,
+    ),
+    Mutant(
+        "no-share-of-each-weight-stays",
+        "fds/compression/together.py",
+        "masks.num_kept(self.least, scores.numel())",
+        "0",
+        "a weight loses all of its blocks to others",
+        TOGETHER,
+    ),
+    Mutant(
+        "weights-together-by-the-old-step",
+        "fds/compression/together.py",
+        "if not self.schedule.is_look(call.calls + 1):",
+        "if not self.schedule.is_look(call.calls):",
+        "masks of all weights together are made a call late",
+        TOGETHER,
     ),
 )
