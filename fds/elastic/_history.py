@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from fds.errors import FdsError
+from fds.storage.disk.files import write_errors
 
 FILE = "resizes.jsonl"
 
@@ -23,7 +24,7 @@ class Event:
         kind: "start", when ranks begin to train; "stop", when a rank ends before the last call; "save"; "end".
         time: seconds since 1970, of the clock of the rank that wrote it.
         calls: calls made by then.
-        job: the name that torchrun gave to the job.
+        job: the name that torchrun gave to the job, or one that was drawn for it.
         ranks: of a start, how many train; else the rank that wrote it.
         idle: of a start, how many ranks have no part.
         source: of a start, where its state is from: "init", "memory" or "save".
@@ -108,16 +109,17 @@ def read_rows(directory: Path) -> list[dict[str, Any]]:
 
 
 def write_row(directory: Path, row: dict[str, Any]) -> None:
-    """Append a line, in one write: several ranks may append at once. Raises `OSError`."""
-    fd = os.open(directory / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        os.write(fd, f"{json.dumps(row)}\n".encode())
-    finally:
-        os.close(fd)
+    """Append a line, in one write: several ranks may append at once. Raises `StorageError`."""
+    with write_errors(directory, "line"):
+        fd = os.open(directory / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(fd, f"{json.dumps(row)}\n".encode())
+        finally:
+            os.close(fd)
 
 
 def write_event(directory: Path, event: Event) -> None:
-    """Append an event, without the fields that it leaves out. Raises `OSError`."""
+    """Append an event, without the fields that it leaves out. Raises `StorageError`."""
     write_row(directory, attrs.asdict(event, filter=lambda field, value: field.default != value))
 
 

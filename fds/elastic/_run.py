@@ -28,6 +28,7 @@ from fds.collectives import Axis, first_ranks, init_distributed, mesh
 from fds.data import RepeatingLoader
 from fds.elastic._history import Event, now, read_rows, seconds_of, write_event, write_row
 from fds.errors import ElasticityError, FdsError, RankError, ResizeError, StorageError, is_int, is_number
+from fds.media.locks import lock_file
 from fds.state import State
 from fds.step import Step
 from fds.storage import load, save, save_async
@@ -39,6 +40,7 @@ from fds.storage.ranks.leaf_parts import parts_of
 from fds.storage.ranks.sharing import AllLeaves
 from fds.storage.shelf import Pieces, Shelf
 
+LOCK = ".running"  # of the job that trains in a directory, by its first rank
 PATIENCE = 1.0  # seconds in which torchrun's agents see, each by itself, that a node waits: they look every 0.1 s
 
 Compose = Callable[[int], tuple[Step, Any]]
@@ -104,47 +106,37 @@ def run(
     _check_arguments(compose, calls, ranks, save_every, keep, watch, timeout)
     init_distributed(timeout=timeout)
     began, everyone = time.time(), mesh(ranks=-1)["ranks"].channel("elastic")
-    start = _meet(path, None if shelf is None else check_path(shelf, "shelf"), everyone, ranks)
-    pieces = Pieces.newest(start.shelf, everyone, start.saved)
-    if everyone.index >= start.count:
-        if pieces is not None:
-            try:
-                pieces.bring()
-            except StorageError:
-                if start.saved < 0:
-                    raise
-        return _stand_by(start, calls)
-    with first_ranks(start.count):
-        composed = compose(start.count)
-        if not (isinstance(composed, tuple) and len(composed) == 2 and hasattr(composed[0], "everyone")):
-            raise ElasticityError(
-                "compose does not return a step and its data", got=repr(composed)[:200], want="return step, loader"
-            )
-        step, data = composed
-        made = None
-        if pieces is not None:
-            try:
-                made = Made(pieces.load(step, params), pieces.made, _tensors(pieces.extra))
-            except StorageError as error:  # on every rank that trains, and if others had to bring something, on those
-                if start.saved < 0:
-                    raise
-                if everyone.index == 0:
-                    print(f"fds: the state in memory cannot be read, the last save is taken: {error}", file=sys.stderr)
-                pieces = None
-        if made is None and start.saved >= 0:
-            made = Made(load(start.saves, step, params)[0], start.saved_at)
-        elif made is None:
-            made = Made(step.init(params, key=key), start.first)
-        parts = Ranks.of(step, "fds.elastic.run")
-        union = AllLeaves.of(parts_of(made.state, parts), parts)
-        source = "memory" if pieces is not None else "save" if start.saved >= 0 else "init"
-        lost = max(0.0, time.time() - seconds_of(made.at)) if start.again else 0.0
-        if everyone.index == 0:
-            idle = everyone.size - start.count
-            event = start.event("start", int(made.state.calls), ranks=start.count, idle=idle, source=source)
-            with write_errors(path, "line"):
+    with contextlib.ExitStack() as locks:
+        start = _meet(path, None if shelf is None else check_path(shelf, "shelf"), everyone, ranks, locks)
+        pieces = Pieces.newest(start.shelf, everyone, start.saved)
+        if everyone.index >= start.count:
+            if pieces is not None:
+                try:
+                    pieces.bring()
+                except StorageError:
+                    if start.saved < 0:
+                        raise
+            return _stand_by(start, calls)
+        with first_ranks(start.count):
+            step, data = _composed(compose, start.count)
+            made, source = start.state(step, params, key, pieces)
+            parts = Ranks.of(step, "fds.elastic.run")
+            union = AllLeaves.of(parts_of(made.state, parts), parts)
+            lost = max(0.0, time.time() - seconds_of(made.at)) if start.again else 0.0
+            if everyone.index == 0:
+                idle = everyone.size - start.count
+                event = start.event("start", int(made.state.calls), ranks=start.count, idle=idle, source=source)
                 write_event(path, attrs.evolve(event, time=time.time() if start.again else began, lost_seconds=lost))
-        return Training(start, step, union, [made]).run(data, calls, save_every, keep, watch)
+            return Training(start, step, union, [made]).run(data, calls, save_every, keep, watch)
+
+
+def _composed(compose: Compose, count: int) -> tuple[Step, Any]:
+    composed = compose(count)
+    if not (isinstance(composed, tuple) and len(composed) == 2 and hasattr(composed[0], "everyone")):
+        raise ElasticityError(
+            "compose does not return a step and its data", got=repr(composed)[:200], want="return step, loader"
+        )
+    return composed
 
 
 @attrs.frozen(eq=False)
@@ -166,6 +158,20 @@ class Start:
     def saves(self) -> Path:
         """The directory of the saves."""
         return self.path / "save"
+
+    def state(self, step: Step, params: Any, key: int, pieces: Pieces | None) -> tuple[Made, str]:
+        """Return the state to go on from, and where it is from: "memory", "save" or "init"."""
+        if pieces is not None:
+            try:
+                return Made(pieces.load(step, params), pieces.made, _tensors(pieces.extra)), "memory"
+            except StorageError as error:  # on every rank that trains, and if others had to bring something, on those
+                if self.saved < 0:
+                    raise
+                if self.everyone.index == 0:
+                    print(f"fds: the state in memory cannot be read, the last save is taken: {error}", file=sys.stderr)
+        if self.saved >= 0:
+            return Made(load(self.saves, step, params)[0], self.saved_at), "save"
+        return Made(step.init(params, key=key), self.first), "init"
 
     def event(self, kind: str, calls: int, **more: Any) -> Event:
         """Return an event of now."""
@@ -283,8 +289,7 @@ class Training:
 
     def _write(self, kind: str, calls: int) -> None:
         if self.start.everyone.index == 0:
-            with write_errors(self.start.path, "line"):
-                write_event(self.start.path, self.start.event(kind, calls))
+            write_event(self.start.path, self.start.event(kind, calls))
 
     def _leave(self, error: BaseException) -> str:
         """Put the states that this rank has on the shelf, and say what was done; whatever fails is printed."""
@@ -297,7 +302,7 @@ class Training:
                 except (FdsError, OSError, RuntimeError) as failed:
                     print(f"fds: rank {rank} could not leave its state: {failed}", file=sys.stderr)
         reason = (error.what if isinstance(error, FdsError) else repr(error))[:200]
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(StorageError):
             event = self.start.event("stop", max(left, default=-1), ranks=rank, reason=reason)
             write_event(self.start.path, event)
         return (
@@ -336,7 +341,7 @@ def _stand_by(start: Start, calls: int) -> Finished:
                     start.shelf.clear(but=start.id)
         except RankError as error:
             reason = error.what
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(StorageError):
                 write_event(start.path, start.event("stop", -1, ranks=start.everyone.index, reason=reason))
             if isinstance(error, ResizeError):
                 raise
@@ -347,8 +352,10 @@ def _stand_by(start: Start, calls: int) -> Finished:
     return Finished()
 
 
-def _meet(path: Path, root: Path | None, everyone: Axis, numbers: Collection[int] | None) -> Start:
-    """Let the ranks agree on the run, its last save, and how many of them train."""
+def _meet(
+    path: Path, root: Path | None, everyone: Axis, numbers: Collection[int] | None, locks: contextlib.ExitStack
+) -> Start:
+    """Let the ranks agree on the run, its last save, and how many of them train; `locks` gets the lock of the run."""
     together = Ranks(everyone if everyone.size > 1 else None, "fds.elastic.run", everyone.index)
     count = max((n for n in numbers if n <= everyone.size), default=0) if numbers is not None else everyone.size
     if not count:
@@ -358,13 +365,12 @@ def _meet(path: Path, root: Path | None, everyone: Axis, numbers: Collection[int
             want=f"one of {', '.join(map(str, sorted(numbers or ())[:16]))}",
             hint="torchrun --nnodes MIN:MAX waits for MIN nodes",
         )
-    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     with together.together() as exchange:
         if everyone.index == 0:
-            exchange.mine = _begin(path, job)
+            exchange.mine = _begin(path, locks)
         elif not path.parent.exists():
             raise StorageError("the ranks do not see one directory", where=str(path), want="a common file system")
-    run, first, saved, saved_at, again = exchange.all[0]
+    run, first, saved, saved_at, job, again = exchange.all[0]
     remember_run(path / "save", run)
     with together.together() as exchange:
         if not path.exists():
@@ -373,14 +379,29 @@ def _meet(path: Path, root: Path | None, everyone: Axis, numbers: Collection[int
     return Start(path, everyone, count, exchange.all[0], job, shelf, saved, saved_at, first, again)
 
 
-def _begin(path: Path, job: str) -> list[Any]:
-    """Return the run's id, when it began, calls and time of its last save, and whether this job has started before."""
-    path.mkdir(parents=True, exist_ok=True)
+def _begin(path: Path, locks: contextlib.ExitStack) -> list[Any]:
+    """Return the run's id, when it began, calls and time of its last save, the job, and whether that started before."""
+    with write_errors(path, "run"):
+        path.mkdir(parents=True, exist_ok=True)
     saves = path / "save"
     try:
         rows = read_rows(path)
     except OSError:
         rows = []
+    jobs = [row.get("job", "") for row in rows if row.get("kind") == "start"]
+    job = _job(jobs)
+    with write_errors(path, "run"):
+        try:
+            locks.enter_context(lock_file(path / LOCK))
+        except BlockingIOError:
+            if job not in jobs:  # or a rank of an earlier start of this job has not ended yet, as one that hangs
+                raise ElasticityError(
+                    "another job trains in this directory",
+                    where=str(path),
+                    got=f"its last start was of job {jobs[-1] if jobs else '?'}",
+                    want="one job at a time",
+                    hint="end that job, or give this run a directory of its own",
+                ) from None
     begun = next((row for row in rows if "run" in row), None)
     if begun is None:
         begun = {"run": last_run(saves) or uuid.uuid4().hex, "began": now()}
@@ -389,8 +410,16 @@ def _begin(path: Path, job: str) -> list[Any]:
     if saves.is_dir() and tags(saves):
         manifest = read_manifest(find(saves, None))
         saved, saved_at = manifest.calls, manifest.saved
-    again = any(row.get("kind") == "start" and row.get("job", "") == job for row in rows)
-    return [begun["run"], begun["began"], saved, saved_at, again]
+    return [begun["run"], begun["began"], saved, saved_at, job, job in jobs]
+
+
+def _job(jobs: list[str]) -> str:
+    """Return the name of this job. One that torchrun gives to all, or none has named, is drawn at the first start."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if name != "none":
+        return name
+    started = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return jobs[-1] if jobs and started else uuid.uuid4().hex[:8]
 
 
 def _check_arguments(

@@ -1,6 +1,7 @@
 """Shelves: where the ranks of a run that stops leave what they hold of its state, in the memory of their node.
 
     /dev/shm/fds-1000-8f2c/           of this user, and of the run's directory
+      directory                       which is this one
       5d0c.../                        the run
         3be1....00000012/             the state after 12 calls, as the ranks of one start held it
           rank0/                      what the first of these ranks held, as a save with `local=True` has it
@@ -19,7 +20,8 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ import torch
 from fds.collectives import Axis
 from fds.errors import StorageError
 from fds.layout import Box
+from fds.media.locks import lock_file
 from fds.state import State
 from fds.step import Step
 from fds.storage.disk import writer
@@ -47,6 +50,8 @@ from fds.storage.ranks.sharing import AllLeaves, all_pieces
 from fds.storage.source import placed_chunks, save_source
 
 MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
+DIRECTORY = "directory"  # the file that names the directory of the run
+PATIENCE = 20.0  # seconds, of the 30 that torchrun's agent gives ranks to end
 BROUGHT = header([])  # of a file of chunks from other nodes, which only the manifest names
 
 Entry = tuple[str, int]  # id of a start of the ranks, calls made
@@ -62,7 +67,7 @@ class Shelf:
 
     @classmethod
     def of(cls, dir: Path, run: str, root: Path | None = None) -> Shelf:
-        """Open the shelf of a run in `dir`, and remove what other runs in `dir` have left.
+        """Open the shelf of a run in `dir`; remove what other runs in `dir` left, and runs whose directory is gone.
 
         Raises `StorageError` if it cannot be written, or is another user's.
         """
@@ -75,8 +80,10 @@ class Shelf:
             if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():  # in /dev/shm anybody may make names
                 raise refusal("the shelf of this run is not a folder of this user", str(place), want="remove it")
             for other in place.iterdir():
-                if other.name != run:
+                if other.name not in (run, DIRECTORY):
                     shutil.rmtree(other, ignore_errors=True)
+            _remove_of_gone_directories(root)
+            (place / DIRECTORY).write_text(str(dir.resolve()))
             (place / run).mkdir(exist_ok=True)
             about = os.stat(place / run)
         return cls(place / run, f"{_boot()}.{about.st_dev}.{about.st_ino}")
@@ -118,17 +125,12 @@ class Shelf:
         )
         with write_errors(self.folder, "shelf"):
             unpublished(new, tag).mkdir(parents=True)
-            claim = entry / f".of-{_digest(parts)}"
             try:
-                os.close(os.open(claim, os.O_CREAT | os.O_EXCL))
-            except FileExistsError:  # another rank of this node has the same, and writes it
-                return shutil.rmtree(new)
-            try:
-                write_manifest(unpublished(new, tag), draft.manifest([draft.write(writer.write)]))
-                os.rename(unpublished(new, tag), place)
-            except BaseException:
-                claim.unlink()
-                raise
+                with _turn(entry / f".of-{_digest(parts)}") as claim:
+                    if not claim.exists():  # as it does where another rank of this node has left the same
+                        write_manifest(unpublished(new, tag), draft.manifest([draft.write(writer.write)]))
+                        os.rename(unpublished(new, tag), place)
+                        claim.touch()
             finally:
                 shutil.rmtree(new)
 
@@ -142,6 +144,7 @@ class Shelf:
         """Remove the shelf of a run that is over."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # on a shelf in memory nobody may find it otherwise
+            (self.folder.parent / DIRECTORY).unlink(missing_ok=True)
             self.folder.parent.rmdir()
 
     def parts(self, entry: Entry) -> dict[str, Path]:
@@ -296,6 +299,32 @@ class Pieces:
                         failed = error
             end += size
         return failed
+
+
+def _remove_of_gone_directories(root: Path) -> None:
+    """Remove the shelves of this user whose directory was removed, or they would stay in memory until a reboot."""
+    for place in root.glob(f"fds-{os.getuid()}-*"):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            dir = Path((place / DIRECTORY).read_text())
+            if not dir.exists() and dir.parent.is_dir():  # or a file system may just not be there
+                shutil.rmtree(place, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _turn(claim: Path) -> Iterator[Path]:
+    """Wait until no other rank of this node writes what `claim` stands for: one that dies writes nothing to its end.
+
+    One that hangs is not waited for longer than `PATIENCE`; it is then left twice.
+    """
+    end = time.monotonic() + PATIENCE
+    with contextlib.ExitStack() as locks:
+        while time.monotonic() < end:
+            try:
+                locks.enter_context(lock_file(claim.with_name(f"{claim.name}.lock")))
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+        yield claim
 
 
 def _brought(id: str) -> str:

@@ -15,6 +15,8 @@ import fds
 from fds.collectives import mesh
 from fds.elastic._run import Start
 from fds.errors import ElasticityError, FdsError, RankError, ResizeError
+from fds.media.locks import lock_file
+from fds.storage import shelf
 from tests.elastic import job
 from tests.elastic.agents import undisturbed
 
@@ -176,10 +178,10 @@ def test_a_finished_run_gives_its_state_and_makes_no_call(tmp_path):
     assert not list((tmp_path / "shelves").glob("0/*"))
 
 
-def alone(root: Path, **more: Any) -> fds.elastic.Finished:
+def alone(root: Path, name: str = "run", **more: Any) -> fds.elastic.Finished:
     arguments: dict[str, Any] = {"calls": CALLS, "key": 3, "shelf": root / "shelf"}
     compose = lambda count: job.compose("dp0", count)
-    return fds.elastic.run(root / "run", compose, job.model().init, **(arguments | more))
+    return fds.elastic.run(root / name, compose, job.model().init, **(arguments | more))
 
 
 def test_sigterm_is_noticed_in_every_start_and_the_handler_is_put_back(tmp_path):
@@ -299,11 +301,13 @@ def test_the_last_save_is_taken_where_no_memory_is_left_for_pieces(tmp_path, mon
     run.check()
 
 
-def test_a_new_run_in_the_directory_of_another_takes_nothing_of_its_memory(tmp_path):
-    def end(state: fds.State, metrics: Any) -> None:
-        if int(state.calls) == 3:
-            raise Lost
+def end(state: fds.State, metrics: Any) -> None:
+    """What ends a run after its third call."""
+    if int(state.calls) == 3:
+        raise Lost
 
+
+def test_a_new_run_in_the_directory_of_another_takes_nothing_of_its_memory(tmp_path):
     with pytest.raises(Lost):
         alone(tmp_path, watch=end)
     shutil.rmtree(tmp_path / "run")
@@ -311,10 +315,67 @@ def test_a_new_run_in_the_directory_of_another_takes_nothing_of_its_memory(tmp_p
     assert [e.source for e in fds.elastic.read_history(tmp_path / "run").starts] == ["init"]
 
 
-def test_a_foreign_shelf_is_refused(tmp_path):
-    def end(state: fds.State, metrics: Any) -> None:
-        raise Lost
+def test_ranks_of_a_node_leave_what_is_the_same_once(tmp_path):
+    Run(tmp_path).start(3, until=3)
+    assert len([*(tmp_path / "shelves").rglob("*.safetensors")]) == 1
 
+
+@pytest.mark.parametrize("times", [3, 10**9])
+def test_a_copy_is_left_though_the_rank_that_was_to_write_it_was_lost_or_hangs(tmp_path, monkeypatch, times):
+    tries = []
+
+    def taken(path: Path) -> Any:
+        tries.append(path)
+        if len(tries) <= times:
+            raise BlockingIOError
+        return lock_file(path)
+
+    monkeypatch.setattr(shelf, "lock_file", taken)
+    monkeypatch.setattr(shelf, "PATIENCE", 0.2)
+    for calls in (CALLS, 3):
+        with pytest.raises(Lost):
+            alone(tmp_path, watch=end, calls=calls)
+    assert [e.source for e in fds.elastic.read_history(tmp_path / "run").starts] == ["init", "memory"]
+    assert len(tries) > 3
+
+
+def test_two_jobs_do_not_train_in_one_directory(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    run.start(2, until=3)
+    with lock_file(tmp_path / "run" / ".running"):  # as a rank that hangs has it
+        run.start(1, until=5)  # of the same job
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
+        with pytest.raises(FdsError, match="another job trains in this directory"):
+            run.start(2)
+    run.start(2)
+    assert [e.job for e in fds.elastic.read_history(tmp_path / "run").starts] == ["first", "first", "second"]
+
+
+def test_a_night_between_two_jobs_is_not_lost_and_a_start_again_is(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    run = Run(tmp_path)
+    run.start(1, until=3)
+    run.start(1, until=5)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # of torchrun's without a rendezvous
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    run.start(1)
+    starts = fds.elastic.read_history(tmp_path / "run").starts
+    assert starts[0].job != starts[1].job == starts[2].job
+    assert [event.lost_seconds > 0 for event in starts] == [False, False, True]
+
+
+def test_memory_is_not_kept_for_a_directory_that_is_gone(tmp_path):
+    for name in ("run", "other"):
+        with pytest.raises(Lost):
+            alone(tmp_path, name=name, watch=end)
+    places = {*(tmp_path / "shelf").iterdir()}
+    shutil.rmtree(tmp_path / "other")
+    alone(tmp_path, calls=3)
+    assert len(places) == 2 and not [*(tmp_path / "shelf").iterdir()]
+
+
+def test_a_foreign_shelf_is_refused(tmp_path):
     with pytest.raises(Lost):
         alone(tmp_path, watch=end)
     (place,) = (tmp_path / "shelf").iterdir()

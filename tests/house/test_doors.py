@@ -50,7 +50,7 @@ ROOMS["debugging"] = f"step storage profiling display {BELOW_STEP}"
 ROOMS["reporting"] = "_html collectives display errors plans state step storage transforms"
 ROOMS["config"] = " ".join(ROOMS)
 ROOMS["trainer"] = "collectives config errors microbatches optim state step storage transforms"
-ROOMS["elastic"] = "collectives config data errors state step storage"
+ROOMS["elastic"] = "collectives config data errors media state step storage"
 ROOMS["tuning"] = (
     "_html collectives config errors media plans profiling schedules state step transforms transports tree"
 )
