@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # as a module and as a file, from anywhere
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
-from gpt import model as gpt
+from gpt import model as gpt  # pyright: ignore[reportMissingImports]
 from rich.console import Console
 from torch import Tensor, nn
 
 import fds
 from benchmarks import report
-from benchmarks.harness import Call, Series
+from benchmarks.harness import Call, in_turns
 
 HEADER = ["contender", "beside", "ms", "ms beside", "ratio", "95% interval"]
 PLAIN, AGAIN, HALF, LAYERS = "fds", "fds anew (A/A)", "fds, half the tokens in the middle", "fds, layer_drop"
@@ -68,14 +67,8 @@ def main() -> int:
     torch.set_num_threads(1)
     if options.quick:
         options.width, options.layers, options.batch, options.context, options.rounds = 16, 3, 2, 16, 4
-    calls, names = contenders(options), [AGAIN, HALF, LAYERS]
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(options.rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
-    rows = [[name, PLAIN, *report.timed(Series(tuple(times[name]), tuple(times[PLAIN])))] for name in names]
+    series = in_turns(contenders(options), options.rounds, PLAIN)
+    rows = [[name, PLAIN, *report.timed(series[name])] for name in (AGAIN, HALF, LAYERS)]
     tables = [(f"Time of a step ({options.rounds} rounds)", HEADER, rows)]
     console = Console()
     report.show_tables(tables, console)
@@ -85,7 +78,7 @@ def main() -> int:
 
 
 def contenders(options: argparse.Namespace) -> dict[str, Call]:
-    """Return who takes turns, each having made two calls."""
+    """Return who takes turns."""
     blocks = [fds.LayerSpec(Block, options.width, HEADS, options.layers, 0.0) for _ in range(options.layers)]
     loss = fds.Layers(
         [
@@ -110,8 +103,6 @@ def contenders(options: argparse.Namespace) -> dict[str, Call]:
             state[0], metrics = step(state[0], batch)
             return metrics["loss"]
 
-        call()
-        call()
         return call
 
     return {PLAIN: by(), HALF: by(half), LAYERS: by(fds.layer_drop(0.5, 9.0, layers=numbers)), AGAIN: by()}
@@ -122,7 +113,7 @@ def facts(options: argparse.Namespace) -> dict[str, str]:
     return {
         "what ran": f"a training step, float32, one thread: {options.layers} blocks of width {options.width}, "
         f"{options.batch} x {options.context} bytes, AdamW, donated",
-        "how": "all in turns, one call each",
+        "how": "all in turns, one call each, in an order that turns",
         "half the tokens": f"in {options.layers - 2} of {options.layers} blocks; to take 0.75 at most",
         "layer_drop": "theta 0.5, from the third call on: of 6 blocks 1.75 fewer in the mean",
     }

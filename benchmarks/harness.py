@@ -6,7 +6,7 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -217,6 +217,20 @@ def timed(
         if len(times[0]) >= most or (len(times[0]) >= pairs and widest <= width):
             return series
         del made, calls_of, call, other
+
+
+def in_turns(calls: Mapping[str, Call], rounds: int, beside: str) -> dict[str, Series]:
+    """Return the times of all calls but `beside`, each beside it: all take their turn, once a round, after two calls.
+
+    For contenders of which each holds a large model, so that they are made once. The order turns from round to round.
+    """
+    device, times = torch.device("cpu"), {name: list[float]() for name in calls}
+    for round_ in range(-2, rounds):
+        for name in list(calls) if round_ % 2 else list(calls)[::-1]:
+            took = seconds(calls[name], 1, device)
+            if round_ >= 0:
+                times[name].append(took)
+    return {name: Series(tuple(mine), tuple(times[beside])) for name, mine in times.items() if name != beside}
 
 
 def wait(device: torch.device) -> None:
