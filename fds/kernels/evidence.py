@@ -12,7 +12,7 @@ import ast
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
@@ -153,13 +153,15 @@ def _tree(name: str) -> ast.Module:
     return ast.parse((HERE / name).read_text())
 
 
-def _imports(name: str) -> Iterator[str]:
+@functools.cache
+def _imports(name: str) -> tuple[str, ...]:
+    imported: list[str] = []
     for node in ast.walk(_tree(name)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fds.kernels"):
             base = "/".join((node.module or "").split(".")[2:])
-            for path in (f"{base}.py", *(f"{base}/{alias.name}.py".lstrip("/") for alias in node.names)):
-                if (HERE / path).is_file():
-                    yield path
+            paths = (f"{base}.py", *(f"{base}/{alias.name}.py".lstrip("/") for alias in node.names))
+            imported += [path for path in paths if (HERE / path).is_file()]
+    return tuple(imported)
 
 
 @functools.cache

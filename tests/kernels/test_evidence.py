@@ -1,6 +1,7 @@
 """What counts as evidence for a kernel: a run that passed, on such a GPU, of the kernel as it is, and was not slow."""
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -146,21 +147,21 @@ def copied(tmp_path, monkeypatch):
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_text(path.read_text())
     monkeypatch.setattr(evidence, "HERE", tmp_path)
-    clear()
-    yield tmp_path
-    clear()
+    for name in ("_tree", "_imports", "_code"):
+        monkeypatch.setattr(evidence, name, of_text(getattr(evidence, name).__wrapped__))
+    return tmp_path
 
 
-def clear() -> None:
-    evidence._tree.cache_clear()
-    evidence._code.cache_clear()
+def of_text(function: Callable[[str], object]) -> Callable[[str], object]:
+    """Remember what a function returns of a file as long as its text is the same."""
+    remembered = functools.cache(lambda name, text: function(name))
+    return lambda name: remembered(name, (evidence.HERE / name).read_text())
 
 
 def changed(file: Path, edit: Callable[[str], str]) -> list[str]:
     """Return the kernels whose fingerprint changes with the text of a file."""
     before = {name: fingerprint(name) for name in HOMES}
     file.write_text(edit(file.read_text()))
-    clear()
     return sorted(name for name in HOMES if fingerprint(name) != before[name])
 
 
