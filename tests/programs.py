@@ -27,15 +27,27 @@ ROOT = Path(__file__).parents[1]
 
 
 class Program:
-    """A program that runs, in its ways a `subprocess.Popen`; output and errors go to one place."""
+    """A program that runs, in its ways a `subprocess.Popen`; output and errors go to one place: `log`, where it is."""
 
-    def __init__(self, path: Path, *arguments: object, cwd: Path | None = None, env: dict[str, str] | None = None):
-        handle, self._log = tempfile.mkstemp()
-        os.close(handle)
-        weakref.finalize(self, os.unlink, self._log)
+    def __init__(
+        self,
+        path: Path,
+        *arguments: object,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        log: Path | None = None,
+        leads_session: bool = False,
+    ):
+        if log is None:
+            handle, self._log = tempfile.mkstemp()
+            os.close(handle)
+            weakref.finalize(self, os.unlink, self._log)
+        else:
+            self._log = str(log)
         words = [str(path), *map(str, arguments)]
         environment = dict(os.environ if env is None else env)
-        self._process = forkserver.Process(target=_main, args=(self._log, words, str(cwd or Path.cwd()), environment))
+        started = (self._log, words, str(cwd or Path.cwd()), environment, leads_session)
+        self._process = forkserver.Process(target=_main, args=started)
         self._process.start()
         weakref.finalize(self, self._process.kill)
         self.pid: int = self._process.pid
@@ -48,7 +60,7 @@ class Program:
         """Return the exit code, if it has ended."""
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """Return the exit code; raises `TimeoutExpired` after `timeout` seconds."""
         self._process.join(timeout)
         if self.returncode is None:
@@ -72,8 +84,10 @@ def run(path: Path, *arguments: object, cwd: Path, timeout: float = 120.0) -> tu
     return program.wait(0), said
 
 
-def _main(log: str, words: list[str], folder: str, environment: dict[str, str]) -> None:
+def _main(log: str, words: list[str], folder: str, environment: dict[str, str], leads_session: bool) -> None:
     """Do what Python does between its start and its end, after the imports."""
+    if leads_session:
+        os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

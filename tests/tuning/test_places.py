@@ -1,9 +1,6 @@
 """A search on the ranks that a launcher has started: one of all of them, in processes beside them."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -12,27 +9,28 @@ from fds.errors import FdsError
 from fds.tuning import Space
 from fds.tuning.places import Here, place_of
 from fds.tuning.processes import Ended, environ_of, first_of, free_port
+from tests.ranks import forkserver
+from tests.tuning import launched
 from tests.tuning.problem import batch, layers, recipe
 
 
 def test_all_ranks_of_a_launcher_hear_of_one_search(tmp_path):
     port = free_port()
     parents = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.tuning.launched", str(tmp_path), "grid", "sharded"],
-            env={**os.environ, **environ_of(rank, 2, port)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        forkserver.Process(target=launched.search, args=(environ_of(rank, 2, port), tmp_path, "grid", ["sharded"]))
         for rank in range(2)
     ]
-    said = [parent.communicate(timeout=300)[0] for parent in parents]
-    assert [parent.returncode for parent in parents] == [0, 0]
+    for parent in parents:
+        parent.start()
+    for parent in parents:
+        parent.join(300)
+    assert [parent.exitcode for parent in parents] == [0, 0]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first == second
     ((candidate, outcome, seconds, num_bytes, why),), _ = first
     assert (candidate, outcome, why) == ("dp=2, kind=sharded", "tried", "") and seconds > 0 and num_bytes > 0
-    assert "trying dp=2, kind=sharded" in said[0] and not said[1]
+    assert "trying dp=2, kind=sharded" in (tmp_path / "rank0.log").read_text()
+    assert not (tmp_path / "rank1.log").read_text()
     lines = (tmp_path / "journal.jsonl").read_text().splitlines()
     assert len({*lines}) == len(lines) == 3  # the head, what was weighed, and what was tried
 

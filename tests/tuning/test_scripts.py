@@ -96,7 +96,7 @@ def test_a_configuration_that_asks_for_it_is_measured_by_a_run_of_its_own(here):
         run({**config, "autotuning": {**config["autotuning"], "metric_path": "taken"}})
 
 
-def test_a_script_that_does_not_run_is_said_to_be(here):
+def test_a_script_that_does_not_run_is_said_to_be(here, fresh):
     with pytest.raises(ConfigError, match="does not run") as fails:
         tune_script(JSON, [SCRIPT, "--fails-from", "1"], show=print)
     assert fails.value.got == "rank 0: MemoryError: 1 rows"

@@ -146,11 +146,11 @@ def test_a_study_of_optuna_says_what_to_try(journal):
 
 
 def test_ranks_that_hang_are_ended():
-    ended = Here(1).run(sleep, (), num_ranks=1, limit=8.0)
-    assert (ended.how, ended.why) == ("hung", "rank 0: 0 of 1 ranks not done after 8 s")
+    ended = Here(1).run(sleep, (), num_ranks=1, limit=2.0)
+    assert (ended.how, ended.why) == ("hung", "rank 0: 0 of 1 ranks not done after 2 s")
 
 
-def test_the_error_of_the_rank_that_failed_first_is_told():
+def test_the_error_of_the_rank_that_failed_first_is_told(fresh):
     ended = Here(2).run(fail, (), num_ranks=2, limit=120.0)
     assert (ended.how, ended.why) == ("failed", "rank 1: ValueError: of the second")
 
