@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import gc
 import importlib
 import multiprocessing
 import os
@@ -32,7 +33,20 @@ import torch.distributed as dist
 
 GRACE = 3.0  # seconds that the other ranks get when one has failed
 
+
+class Forked(multiprocessing.context.ForkServerProcess):
+    """A process that leaves alone what it shares with the one that it is forked from.
+
+    Its garbage collector would walk over 600,000 objects, and so copy their memory: 0.7 s each time.
+    """
+
+    def run(self) -> None:
+        gc.freeze()
+        super().run()
+
+
 forkserver = multiprocessing.get_context("forkserver")  # one for the whole process, for tests.programs too
+forkserver.Process = Forked
 forkserver.set_forkserver_preload(
     [
         "torch",
