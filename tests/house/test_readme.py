@@ -11,6 +11,8 @@ import pytest
 import torch
 from markdown_it import MarkdownIt
 
+from tests.tuning import starting
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     path.relative_to(ROOT)
@@ -64,6 +66,7 @@ def make_targets(text: str) -> set[str]:
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if path not in OF_PEERS], ids=str)
 def test_a_document_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    starting.warm(monkeypatch)
     with torch.random.fork_rng():
         run((ROOT / path).read_text(), str(ROOT / path))
 
