@@ -13,7 +13,7 @@ DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-cpus test-browser test-matrix laws faults resizing mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-loading bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-efficiency bench-context bench-analysing bench-dropping bench-sparse bench-bert bench-compressing bench-adapters bench-tuning gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
+.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-cpus test-browser test-matrix laws faults resizing mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-loading bench-weights bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-efficiency bench-context bench-analysing bench-dropping bench-sparse bench-bert bench-compressing bench-adapters bench-tuning gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -104,6 +104,9 @@ bench-storage: $(READY)  ## time saving and loading beside torch's, and raw writ
 
 bench-loading: $(PEERS)  ## read a model of transformers into slices, beside a raw read (needs .venv-peers, large)
 	@.venv-peers/bin/python benchmarks/loading.py $(ARGS)
+
+bench-weights: $(READY)  ## stream whole weights, beside plain collectives of the same bytes
+	@$(BIN)/python benchmarks/weights.py $(ARGS)
 
 bench-offload: $(PEERS)  ## time and weigh state on the host and on a disk, beside DeepSpeed's (needs .venv-peers, large)
 	@.venv-peers/bin/python benchmarks/offload.py $(ARGS)

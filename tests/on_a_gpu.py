@@ -45,6 +45,7 @@ NOT_ON_A_GPU = {
     "tests/laws/test_no_host_synchronisation.py": "it runs on `meta` tensors, everywhere alike",
     "tests/sharding/test_bytes.py": _DRAWN_FOR_A_CPU,
     "tests/sharding/test_gpt_on_real_ranks.py": _PROCESSES,
+    "tests/sharding/test_weights_on_real_ranks.py": _PROCESSES,
     "tests/pipeline/test_real_ranks.py": _PROCESSES,
     "tests/unit/step/test_host_work.py": _DRAWN_FOR_A_CPU,
     "tests/nn/test_transformer_memory.py": _DRAWN_FOR_A_CPU,

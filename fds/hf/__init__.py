@@ -7,7 +7,7 @@ from fds.lazy import lazily
 if TYPE_CHECKING:
     from fds.hf._lazy import LazyModel, init, lazy
     from fds.hf._positions import extend_position_embedding
-    from fds.hf._saving import save
+    from fds.hf._saving import file_names, save
     from fds.hf._sparse_models import is_sparse, sparsify
 
 __getattr__, __dir__ = lazily(
@@ -15,10 +15,10 @@ __getattr__, __dir__ = lazily(
     {
         "fds.hf._lazy": "LazyModel init lazy",
         "fds.hf._positions": "extend_position_embedding",
-        "fds.hf._saving": "save",
+        "fds.hf._saving": "file_names save",
         "fds.hf._sparse_models": "is_sparse sparsify",
         "fds.trainer": "Trainer",  # a room above this one, which builds the class from transformers'
     },
 )
 
-__all__ = ["LazyModel", "extend_position_embedding", "init", "is_sparse", "lazy", "save", "sparsify"]
+__all__ = ["LazyModel", "extend_position_embedding", "file_names", "init", "is_sparse", "lazy", "save", "sparsify"]

@@ -1,8 +1,10 @@
-"""Save a state as a folder of transformers: weights, configuration, tokenizer."""
+"""Save a state as a folder of transformers: weights, configuration, tokenizer; names of tensors in files."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 import os
 import shutil
 from pathlib import Path
@@ -10,9 +12,10 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor, nn
 
 from fds import tree
-from fds.errors import is_a
+from fds.errors import ComposeError, is_a
 from fds.hf._lazy import LazyModel, configuration
 from fds.hf._names import package
 from fds.state import State
@@ -89,6 +92,43 @@ def save(
             state = attrs.evolve(state, buffers={**constants, **state.buffers})
     write = lambda hidden: _write_beside(hidden, folder, config)
     return export_state(state, to, dtype, step, "params", max_shard_bytes, view=view, doing="hf.save", beside=write)
+
+
+def file_names(model: LazyModel | Any) -> dict[str, Any]:
+    """Return the `names` of `step.weights` under which a model's files have its weights: those on the hub.
+
+    transformers holds some weights otherwise than files do: of a Mixtral the matrices of all experts are one. These are
+    cut apart again by its own rules, one weight after another, and renamed; others keep their names.
+
+    Args:
+        model: what `fds.hf.lazy` returned, or a module of transformers.
+
+    Raises `ComposeError` for anything else, and where a tensor of the files is made of several weights.
+    """
+    package()
+    module = model.module if isinstance(model, LazyModel) else model
+    if not isinstance(module, nn.Module) or not hasattr(module, "save_pretrained"):
+        got, want = repr(model)[:60], "a LazyModel, or a module of transformers"
+        raise ComposeError("file_names takes a model of transformers", where="model", got=got, want=want)
+    revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
+    metas = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in module.named_parameters()}
+    made = {name: revert(module, {name: x}) for name, x in metas.items()}
+    each = {new: x.shape for by_name in made.values() for new, x in by_name.items()}
+    together = {new: x.shape for new, x in revert(module, metas).items()}
+    if each != together:
+        raise ComposeError(
+            "a tensor of the files is made of several weights",
+            where=next(new for new in together if together[new] != each.get(new)),
+            got=type(module).__name__,
+            want="names=None, for the names and tensors of the model",
+        )
+    changed = [name for name, by_name in made.items() if [*by_name] != [name]]
+    return {**{name: functools.partial(_reverted, revert, module, name) for name in changed}, "*": "*"}
+
+
+def _reverted(revert: Any, module: nn.Module, name: str, x: Tensor) -> dict[str, Tensor]:
+    """Return what the files have of a weight, by name."""
+    return revert(module, {name: x})
 
 
 def _write_beside(hidden: Path, folder: Path, config: Any) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from fds import loss as losses, tree
@@ -34,6 +35,8 @@ from fds.step.stations import with_chosen_kernels
 from fds.step.sums import check_used
 from fds.step.totals import Decision, put_all
 from fds.step.update import Setup, Update
+from fds.step.weights.plan import BUCKET_BYTES, Options
+from fds.step.weights.stream import Weights, weights
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -142,6 +145,44 @@ class Step(Stations):
     def params(self, state: State) -> Any:
         """Return copies of the whole parameters, in master precision, in the user's structure: all ranks call it."""
         return whole_parameters(self, state, "params", copies=True)
+
+    def weights(
+        self,
+        state: State,
+        *,
+        names: Any = None,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        view: bool = False,
+    ) -> Weights:
+        """Return an iterator of (name, whole weight), for a consumer such as a serving engine: all ranks call it.
+
+        Parameters come one bucket after another, then module buffers, in an order that is the same on all ranks. Every
+        rank gets all of them, and takes part in every collective whatever its consumer does: one that stops early, or
+        raises, gives the iterator up, which takes part in the rest; so does `close()`, and the end of a `with` block.
+        One that is still open when the step, or a save, is asked for something else of all ranks is ended by that, and
+        then raises. A slow consumer lets the other ranks wait.
+
+        A weight is a tensor on the step's device that nobody writes into, and is the consumer's to keep. Its memory is
+        used again for others once nobody holds it: then no more than `bucket_bytes` is there beside the state.
+
+        Args:
+            state: of this step.
+            names: which weights, under which names. None: all, under the user's. A pattern (`*` crosses dots) or a list
+                of them: those that match. A dict: by the first pattern that matches, a new name, in which each `*` is
+                what it matched; a list of names, each of the same tensor, as for tied weights; a function (tensor) ->
+                {name: tensor}, called with a tensor on `meta` first; or None, which leaves it out. So are those that no
+                pattern matches: "*": "*" keeps them.
+            dtype: of floating-point weights, cast before they are sent; None: that in which they are held.
+            bucket_bytes: of memory beside the state; twice a weight that is larger than half of it.
+            view: hand out what the loss sees in an evaluation, in its dtype: through views (low rank, rounded, pruned),
+                and with parameters inside that a transform added. Else parameters are as the state holds them, in
+                numbers where they are held in another form, and what was added has names of its own.
+
+        Raises `StateError` for bad arguments, on every rank if on any, and where ranks ask for different weights;
+        `DonatedStateError` for a state that was given up, also meanwhile; `DiskError` for a disk that fails.
+        """
+        return weights(self, state, names, Options(dtype, bucket_bytes, view))
 
     @check.graphless
     @with_chosen_kernels

@@ -224,6 +224,8 @@ class Runtime:
     viewed: Known = tree.new(dict)  # at stage 3: the shapes of what views return
     forwards: dict[int, Any] = tree.new(dict)  # plans of evaluations, by their number of microbatches
     asked: dict[str, list[str]] = tree.new(dict)  # what the ranks have agreed on
+    # of what this rank has begun with all ranks, what ends it: called before they do anything else together
+    under_way: list[Callable[[], None]] = tree.new(list)
     captured: list[Any] = attrs.field(
         factory=lambda: [None], repr=False
     )  # what the station `run` has captured, in one place

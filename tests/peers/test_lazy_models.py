@@ -348,3 +348,43 @@ def test_a_rank_holds_its_slice_and_little_more(tmp_path):
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m", max_shard_size="100MB")
     for held, peak in ranks.run(resident, str(tmp_path / "m"), world_size=2, timeout=240.0):
         assert held > 45 * 2**20 and peak <= held + 16 * 2**20
+
+
+# --- Weights for an engine
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_streamed_under_the_names_of_the_files(folder, family):
+    path = folder(family)
+    opened = {}
+    for file in path.glob("*.safetensors"):
+        opened |= importlib.import_module("safetensors.torch").load_file(file)
+
+    def body():
+        axis = fds.mesh(dp=-1)["dp"]
+        model = fds.hf.lazy(path)
+        step = fds.compose(fds.shard_optimizer(axis, stage=3), fds.sgd(0.1))(lambda p, x: p)
+        state = fds.hf.init(step, model)
+        return dict(step.weights(state, names=fds.hf.file_names(model), bucket_bytes=20_000))
+
+    for got in fds.simulate(body, 2):
+        assert_same_bits(got, opened)
+
+
+def test_an_engine_that_loads_what_is_streamed_computes_what_the_trainer_does(folder):
+    path, transformers = folder("tied"), importlib.import_module("transformers")
+    model = fds.hf.lazy(path)
+    apply, tokens = model.apply, torch.arange(12).view(2, 6)
+    step = fds.compose(fds.sgd(0.1))(lambda p, x: apply(p, input_ids=x).logits.square().mean())
+    state, _ = step(fds.hf.init(step, model), tokens)
+    engine = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+    tied = {"model.embed_tokens.weight": ["model.embed_tokens.weight", "lm_head.weight"], "*": "*"}
+    engine.load_state_dict(dict(step.weights(state, names=tied)), strict=True)
+    want = apply(state.params, input_ids=tokens).logits
+    assert torch.equal(engine(input_ids=tokens).logits, want)
+
+
+@pytest.mark.parametrize("bad", ["gpt2", torch.nn.Linear(2, 2), None])
+def test_names_of_what_is_no_model_are_refused(bad):
+    with pytest.raises(ComposeError, match="takes a model of transformers"):
+        fds.hf.file_names(bad)

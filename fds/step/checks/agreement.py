@@ -33,9 +33,12 @@ def same_composition(step: Stations) -> None:
     """Raise `ComposeError`, on every rank, where the ranks that share a step have composed different ones.
 
     The ranks compare once, in the first call that they make of a step together. What is compared is what the
-    transforms and optimizers were given; the loss and what it captures are each rank's own.
+    transforms and optimizers were given; the loss and what it captures are each rank's own. What this rank has left
+    unfinished of a call before, it finishes first.
     """
     axis: Axis | None = step.everyone
+    while step.runtime.under_way:
+        step.runtime.under_way[0]()
     if axis is None or "composition" in step.runtime.asked:
         return
     named = [(_without_addresses(part.text), spelled(part.arguments)) for part in step.composition]

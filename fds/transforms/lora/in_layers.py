@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from fds import loss as losses, random
 from fds.compression.activations import is_linear
 from fds.errors import ComposeError, LossError
+from fds.layout import Leaf
 from fds.loss import Root, Submodules
+from fds.step import Call
 from fds.transforms.lora.low_rank import PARTS, LowRank, length
 
 
@@ -106,6 +108,10 @@ class Adapted:
         """Have linear layers of a copy compute with their factors."""
         if self.layers is not None and root.number in self.layers.numbers:  # a criterion is none of them
             self.layers(module, root)
+
+    def reads(self, leaf: Leaf, call: Call) -> Sequence[str]:
+        """Return the names of what `bake_parameters` puts into a parameter."""
+        return [] if self.layers is None else self.adapter.reads(leaf, call)
 
     def bake_parameters(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return parameters, whole ones by name, with factors in their weights where layers compute with them."""

@@ -1,0 +1,73 @@
+"""Mutants of whole weights that are handed out: what is gathered, in which order, and what a consumer leaves."""
+
+from tests.mutants.mutant import Mutant
+
+STREAM, PLAN, NAMES = "fds/step/weights/stream.py", "fds/step/weights/plan.py", "fds/step/weights/names.py"
+TESTS = "tests/sharding/test_weights.py"
+
+MUTANTS = (
+    Mutant(
+        "one-that-is-let-go-of-leaves-others-waiting",
+        STREAM,
+        'stream.end("it was let go of")',
+        "pass",
+        "ranks wait for one whose consumer has left its loop",
+        "tests/sharding/test_weights_on_real_ranks.py",
+    ),
+    Mutant(
+        "the-next-call-ends-nothing",
+        "fds/step/checks/agreement.py",
+        "while step.runtime.under_way:",
+        "while False:",
+        "a rank that keeps what it does not read waits for others in the next step, as they for it",
+        "tests/sharding/test_weights_on_real_ranks.py",
+    ),
+    Mutant(
+        "memory-that-a-consumer-has",
+        STREAM,
+        "b.base.numel() >= num_bytes and b.is_alone()",
+        "b.base.numel() >= num_bytes",
+        "what a consumer keeps is written over by what comes later",
+        TESTS,
+    ),
+    Mutant(
+        "groups-of-any-size",
+        PLAN,
+        "if kinds and size + num_bytes > options.bucket_bytes // 2:",
+        "if False:",
+        "all of a bucket is gathered at once, whatever bucket_bytes says",
+        TESTS,
+    ),
+    Mutant(
+        "weights-of-a-view-as-they-are-held",
+        STREAM,
+        "if self.options.view and held:",
+        "if False:",
+        "a view hands out what the state holds",
+        TESTS,
+    ),
+    Mutant(
+        "the-last-pattern-counts",
+        NAMES,
+        "next((p for p in rules if",
+        "next((p for p in reversed([*rules]) if",
+        "a dict of names follows the last pattern that matches",
+        TESTS,
+    ),
+    Mutant(
+        "tied-weights-of-every-stage",
+        PLAN,
+        "if n not in seen}",
+        "}",
+        "weights that two stages hold are gathered and handed out twice",
+        TESTS,
+    ),
+    Mutant(
+        "a-part-for-the-whole",
+        STREAM,
+        "        if self.over:\n            raise StateError(",
+        "        if self.over:\n            raise StopIteration\n        if False:\n            raise StateError(",
+        "a consumer whose weights were ended by another call takes what it has for all of them",
+        TESTS,
+    ),
+)
