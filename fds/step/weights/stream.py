@@ -186,15 +186,15 @@ class Stream:
             whole: Named = self.step.dimensions.collect(self.state.buffers)
             self.ready += [functools.partial(self._made, n, whole[n].clone) for n in group.kinds]
             return
-        held = arriving.weights
-        if self.options.view and held:
-            held = self._seen(held)
+        arrived = arriving.weights
+        if self.options.view and arrived:
+            arrived = self._seen(arrived)
         if self.step.dimensions.differing:
-            held = self.step.dimensions.collect(held)
+            arrived = self.step.dimensions.collect(arrived)
         for change in self.step.modules if self.options.view else ():
             if (bake_parameters := getattr(change, "bake_parameters", None)) is not None:
-                held = bake_parameters(held)
-        numbers = {n: functools.partial(self._decoded, n, held[n]) for n in group.kinds}
+                arrived = bake_parameters(arrived)
+        numbers = {n: functools.partial(self._decoded, n, arrived[n]) for n in group.kinds}
         self.ready += [functools.partial(self._made, n, make) for n, make in numbers.items()]
 
     @graphless
@@ -217,12 +217,12 @@ class Stream:
             return x
         return decode(self.step.encodings, x, self.structure.leaves[name], self.step.call(self.state, training=False))
 
-    def _seen(self, held: Named) -> Named:
+    def _seen(self, arrived: Named) -> Named:
         """Return parameters, or pieces of them, as the loss sees them in an evaluation."""
         step = self.step
         setting = step.settings(step.call(self.state, training=False), self.state.buffers, 1)[0]
         stations = step.microbatch(step.eval_loss, self.structure)
-        with chosen_kernels(step), stations.opened(held, (), setting, "values given to views", plain=True) as (seen, _):
+        with chosen_kernels(step), stations.opened(arrived, (), setting, "values given to views", plain=True) as (seen, _):
             return dict(seen)
 
     def _begin(self, group: Group) -> Arriving:
@@ -242,7 +242,7 @@ class Stream:
         return arriving
 
     def _runs(self, names: Sequence[str]) -> list[Run]:
-        """Return consecutive elements of buckets, or of parameters that are held whole, that have these parameters."""
+        """Return consecutive elements of buckets, or of parameters that are arrived whole, that have these parameters."""
         layout, at = self.structure.layout, self.structure.parts
         dtype: Callable[[str], torch.dtype] = lambda name: wire(self.step, self.structure, name, self.options)
         if layout is None or not self.structure.sharded:
