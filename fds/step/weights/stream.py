@@ -242,7 +242,7 @@ class Stream:
         return arriving
 
     def _runs(self, names: Sequence[str]) -> list[Run]:
-        """Return consecutive elements of buckets, or of parameters that are arrived whole, that have these parameters."""
+        """Return consecutive elements of buckets, or of parameters that are held whole, that have these parameters."""
         layout, at = self.structure.layout, self.structure.parts
         dtype: Callable[[str], torch.dtype] = lambda name: wire(self.step, self.structure, name, self.options)
         if layout is None or not self.structure.sharded:

@@ -41,7 +41,7 @@ MUTANTS = (
     Mutant(
         "weights-of-a-view-as-they-are-held",
         STREAM,
-        "if self.options.view and held:",
+        "if self.options.view and arrived:",
         "if False:",
         "a view hands out what the state holds",
         TESTS,
