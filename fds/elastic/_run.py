@@ -170,7 +170,8 @@ class Start:
                 if self.everyone.index == 0:
                     print(f"fds: the state in memory cannot be read, the last save is taken: {error}", file=sys.stderr)
         if self.saved >= 0:
-            return Made(load(self.saves, step, params)[0], self.saved_at), "save"
+            state, numbers = load(self.saves, step, params)  # of a call that nobody has watched, or none
+            return Made(state, self.saved_at, _tensors(numbers)), "save"
         return Made(step.init(params, key=key), self.first), "init"
 
     def event(self, kind: str, calls: int, **more: Any) -> Event:
@@ -180,13 +181,13 @@ class Start:
     def boundary(self, asked: Asked, calls: int) -> int:
         """Wait until all ranks have ended their call, and return how many there were.
 
-        `calls` is -1 on ranks that have no part. Raises `ResizeError` if a rank was asked to end.
+        `calls` is -1 on ranks that have no part. Raises `ResizeError` if ranks were asked to end, `Leaving` for some.
         """
         rows = self.everyone.exchange_numbers([asked.now, calls], "boundary of two calls")
         made = max(made for _, made in rows)
         if leaving := [rank for rank, (now, _) in enumerate(rows) if now]:
             asked.wait()
-            raise ResizeError(
+            raise (Leaving if len(leaving) < len(rows) else ResizeError)(
                 f"rank{'s' * (len(leaving) > 1)} {', '.join(map(str, leaving))} of {len(rows)} were asked to stop",
                 where=f"after call {made}",
                 got="SIGTERM, by which torchrun lets ranks come and go",
@@ -194,6 +195,10 @@ class Start:
                 hint=f"the state is in the memory of the nodes, below {self.shelf.folder}",
             )
         return made
+
+
+class Leaving(ResizeError):
+    """Some ranks were asked to end and others were not: their nodes may go, and take along what is in their memory."""
 
 
 class Asked:
@@ -279,6 +284,8 @@ class Training:
                 self._write("end", made)
             except BaseException as error:
                 left = self._leave(error)
+                if isinstance(error, Leaving):  # all live, and torchrun gives them 30 s
+                    self._save(self.held[0], keep)
                 if isinstance(error, RankError) and not isinstance(error, ResizeError):
                     raise ResizeError(
                         error.what, where=error.where, got=error.got, want=error.want, hint=left
@@ -290,6 +297,17 @@ class Training:
     def _write(self, kind: str, calls: int) -> None:
         if self.start.everyone.index == 0:
             write_event(self.start.path, self.start.event(kind, calls))
+
+    def _save(self, made: Made, keep: int) -> None:
+        """Save what nodes that leave would take along, if it is newer than the last save; a failure is printed."""
+        calls = int(made.state.calls)
+        if calls <= self.start.saved:
+            return
+        try:
+            save(self.start.saves, made.state, self.step, keep=keep, extra=made.numbers)
+            self._write("save", calls)
+        except (FdsError, OSError, RuntimeError) as failed:
+            print(f"fds: rank {self.start.everyone.index} could not save before it ends: {failed}", file=sys.stderr)
 
     def _leave(self, error: BaseException) -> str:
         """Put the states that this rank has on the shelf, and say what was done; whatever fails is printed."""

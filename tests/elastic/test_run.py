@@ -228,6 +228,24 @@ def test_a_rank_that_is_lost_at_a_boundary_leaves_this_state_and_the_one_before_
     assert [e.calls for e in fds.elastic.read_history(tmp_path / "run").starts] == [0, 4]
 
 
+@pytest.mark.parametrize(("leaving", "want"), [((1, 2), (4, "save", 1)), ((0, 1, 2), (0, "init", 1))])
+def test_all_save_before_some_nodes_leave_of_which_each_has_a_part(tmp_path, monkeypatch, leaving, want):
+    passed = Start.boundary
+
+    def boundary(start: Start, asked: Any, calls: int) -> int:
+        asked.now = calls == 4 and start.everyone.index in leaving
+        return passed(start, asked, calls)
+
+    run = Run(tmp_path, "dp2")
+    with monkeypatch.context() as patch:
+        patch.setattr(Start, "boundary", boundary)
+        with pytest.raises(ResizeError, match="were asked to stop"):
+            run.start(3, nodes=(0, 1, 2))
+    run.start(1)
+    assert run.sources == [(0, "init", 3), want]
+    run.check()
+
+
 def test_a_step_that_fails_leaves_the_state_before_it(tmp_path):
     step, loader = job.compose("dp0", 1)
     fails = [True]

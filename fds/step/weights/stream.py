@@ -222,7 +222,10 @@ class Stream:
         step = self.step
         setting = step.settings(step.call(self.state, training=False), self.state.buffers, 1)[0]
         stations = step.microbatch(step.eval_loss, self.structure)
-        with chosen_kernels(step), stations.opened(arrived, (), setting, "values given to views", plain=True) as (seen, _):
+        with (
+            chosen_kernels(step),
+            stations.opened(arrived, (), setting, "values given to views", plain=True) as (seen, _),
+        ):
             return dict(seen)
 
     def _begin(self, group: Group) -> Arriving:
