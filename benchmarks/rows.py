@@ -15,7 +15,6 @@ torch, transformers and the model are in them. Needs transformers.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import importlib
 import sys
@@ -46,7 +45,7 @@ class Case:
     """A Llama, the tokens of its one row, and those of a tile and of a chunk of logits."""
 
     tokens: int
-    width: int = 128
+    width: int = 64
     layers: int = 2
     vocabulary: int = 8192
     tile: int = 1024
@@ -63,7 +62,7 @@ def make(case: Case, name: str) -> Call:
         intermediate_size=4 * case.width,
         num_hidden_layers=case.layers,
         num_attention_heads=case.width // 32,
-        num_key_value_heads=case.width // 64,
+        num_key_value_heads=max(case.width // 64, 1),
         max_position_embeddings=case.tokens,
         bos_token_id=1,
         eos_token_id=2,
@@ -143,7 +142,7 @@ def memory_table(cases: list[tuple[Case, str]]) -> tuple[report.Rows, bool]:
     for case, name in cases:
         peak, loss, seconds = ranks.launch(weigh, case, name)[0]
         print(f"{case.tokens:,} {name}: {peak / GB:.3f} GB, {seconds:.0f} s", file=sys.stderr)
-        is_claim = case == cases[-1][0] and name == TILED
+        is_claim = case == cases[0][0]
         met = met and (not is_claim or peak <= BYTES_AT_MOST)
         claim = f"2 GB: {'yes' if peak <= BYTES_AT_MOST else 'NO'}" if is_claim else ""
         rows.append([f"{case.tokens:,}", name, f"{peak / GB:.3f}", f"{seconds:.0f}", f"{loss:.4f}", claim])
@@ -156,16 +155,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, help="of timing (%(default)s)")
     parser.add_argument("--tokens", type=int, default=131072, help="of the longest row (%(default)s)")
+    parser.add_argument("--width", type=int, default=64, help="of the model (%(default)s)")
     parser.add_argument("--parts", default="memory;time", help="of memory, time (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="short rows, two rounds, nothing written")
     options = parser.parse_args()
     console, parts = Console(), options.parts.split(";")
-    ranks.TIMEOUT = datetime.timedelta(hours=2)  # of attention to 128k tokens on cores that others use
     ranks.prepare(["transformers.models.llama.modeling_llama", "fds.hf", "fds.transforms", "benchmarks.rows"])
-    small = {"width": 64, "vocabulary": 256, "tile": 32}
-    longest = Case(256, **small) if options.quick else Case(options.tokens)
+    small = {"vocabulary": 256, "tile": 32}
+    longest = Case(256, **small) if options.quick else Case(options.tokens, options.width)
     short = [attrs.evolve(longest, tokens=longest.tokens // n) for n in (16, 4)]
-    cases = [(case, name) for case in short for name in (WHOLE, TILED)] + [(longest, TILED)]
+    cases = [(longest, TILED)] + [(case, name) for case in short for name in (TILED, WHOLE)]
     tables, met = list[report.Rows](), True
     if "memory" in parts:
         table, met = memory_table(cases)

@@ -26,7 +26,7 @@ from fds.kernels.flash import kernel_runs
 from fds.kernels.operators import Function, first_order
 
 QUERIES, KEYS = 1024, 2048  # of a block: the mask has 8 MB of float32 for a row
-WHOLE = QUERIES * KEYS  # scores of a head up to which one mask is made of all
+WHOLE = 2**24  # scores of a head up to which one mask is made of all: at most 4096 by 4096
 
 
 @attrs.frozen(eq=False)

@@ -69,7 +69,9 @@ def on_parts(case, kind, size, *transforms, layout="contiguous", method="ulysses
 
 
 def assert_equal(got, want):
-    torch.testing.assert_close(got[0].double(), want[0].double(), rtol=1e-6, atol=0)  # transformers computes its loss in float32
+    torch.testing.assert_close(
+        got[0].double(), want[0].double(), rtol=1e-6, atol=0
+    )  # transformers computes its loss in float32
     for name, x in want[1].items():
         scale = float(x.abs().max())
         torch.testing.assert_close(
