@@ -1,7 +1,7 @@
 """Rows over two ranks, and feed-forward layers in tiles: a Llama of transformers reads documents that share long rows.
 
-Each rank takes a part of every row; attention sees the tokens of a document, whichever rank has them; a tile of tokens is
-in a feed-forward layer at a time, and a chunk of logits in the head. The losses are those of one rank that has whole
+Each rank takes a part of every row; attention sees the tokens of a document, whichever rank has them; a tile of tokens
+is in a feed-forward layer at a time, and a chunk of logits in the head. The losses are those of one rank that has whole
 rows. It needs transformers: pip install 'fds[hf]'.
 """
 

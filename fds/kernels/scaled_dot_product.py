@@ -76,8 +76,8 @@ def attention(
     # one mask of all queries by all keys would take as many bytes as their scores
     if window is not None or (documents is not None and bias is None and q.shape[2] * k.shape[2] > WHOLE):
         both = None if documents is None else (documents, documents)
-        scale = max(q.shape[3], 1) ** -0.5 if scale is None else scale
-        return attention_in_blocks(q, k, v, Mask(causal, key_padding, both, window), scale)
+        factor = max(q.shape[3], 1) ** -0.5 if scale is None else scale
+        return attention_in_blocks(q, k, v, Mask(causal, key_padding, both, window), factor)
     return scaled_dot_product(
         q, k, v, causal=causal, key_padding=key_padding, bias=bias, documents=documents, scale=scale
     )

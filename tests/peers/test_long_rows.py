@@ -125,20 +125,6 @@ def test_without_targets_it_returns_logits():
     fds.simulate(body, 1)
 
 
-def test_a_part_has_shifted_targets_and_places_in_whole_rows():
-    rows = torch.tensor([[5, 6, 7, 8, 9]])
-
-    def body():
-        axis = fds.mesh(sp=2)["sp"]
-        return fds.hf.part({"input_ids": rows, "documents": torch.tensor([[0, 0, 0, 1, 1]])}, axis)
-
-    first, second = fds.simulate(body, 2)
-    assert first["input_ids"].tolist() == [[5, 6, 7]] and second["input_ids"].tolist() == [[8, 9, 0]]
-    assert first["shift_labels"].tolist() == [[6, 7, -100]] and second["shift_labels"].tolist() == [[9, -100, -100]]
-    assert first["position_ids"].tolist() == [[0, 1, 2]] and second["position_ids"].tolist() == [[0, 1, 2]]
-    assert second["documents"].tolist() == [[1, 1, 2]]
-
-
 @pytest.mark.parametrize(
     ("changes", "options", "words"),
     [
@@ -188,23 +174,6 @@ def test_what_is_no_part_is_refused(given, words):
     part = fds.hf.part({"input_ids": torch.zeros(2, 8, dtype=torch.int64)}, fds.mesh(sp=1)["sp"])
     with pytest.raises(LossError, match=words):
         module(**part | given)
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ({"tokens": torch.zeros(2, 4, dtype=torch.int64)}, "takes whole rows"),
-        ([1], "takes whole rows"),
-        ({"input_ids": torch.zeros(4, dtype=torch.int64)}, "input_ids"),
-        ({"input_ids": torch.zeros(2, 4)}, "input_ids"),
-        ({"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.zeros(2, 3, dtype=torch.int64)}, "labels"),
-        ({"input_ids": torch.zeros(2, 4, dtype=torch.int64), "token_type_ids": torch.zeros(2, 4)}, "token_type_ids"),
-    ],
-    ids=str,
-)
-def test_what_is_no_batch_of_whole_rows_is_refused(rows, words):
-    with pytest.raises(LossError, match=words):
-        fds.hf.part(rows, fds.mesh(sp=1)["sp"])
 
 
 def test_a_module_that_was_told_nothing_is_refused():

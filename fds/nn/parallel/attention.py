@@ -98,7 +98,8 @@ class _Ring(Function):
             if seen := seen_part(source, axis, s, causal, layout):
                 rows, keys, is_causal = seen
                 mask = _mask(key_padding, documents, axis.index, rows, source, keys, s, is_causal, window)
-                part = blocks.forward(q[:, :, rows], *pair[:, :, :, keys], mask, scale)
+                k_s, v_s = pair[:, :, :, keys]
+                part = blocks.forward(q[:, :, rows], k_s, v_s, mask, scale)
                 partial.merge(out[:, :, rows], lse[:, :, rows], *part)
         return out.to(q.dtype), lse
 
