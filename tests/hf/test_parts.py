@@ -64,6 +64,6 @@ def test_what_is_no_batch_of_whole_rows_is_refused(rows, words):
     ("axis", "layout", "words"), [(None, "contiguous", "not an axis"), (..., "zag", "no such layout")]
 )
 def test_a_bad_argument_is_an_error(axis, layout, words):
+    axis = fds.mesh(sp=1)["sp"] if axis is ... else axis
     with pytest.raises(ComposeError, match=words):
-        axis = fds.mesh(sp=1)["sp"] if axis is ... else axis
         fds.hf.part({"input_ids": torch.zeros(1, 4, dtype=torch.int64)}, axis, layout=layout)
