@@ -231,10 +231,10 @@ def _class(base: type) -> type:
     ) -> Any:  # fmt: skip
         shared: SharedRows = getattr(self, _SHARED)
         _check_call(shared, input_ids, position_ids, shift_labels, documents, attention_mask, others)
-        given = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
-        given |= {"use_cache": False} | ({} if documents is None else {"documents": documents})
+        arguments = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+        arguments |= {"use_cache": False} | ({} if documents is None else {"documents": documents})
         if shift_labels is None:
-            return base.forward(self, **given)  # pyright: ignore[reportAttributeAccessIssue]
+            return base.forward(self, **arguments)  # pyright: ignore[reportAttributeAccessIssue]
         head = self.get_output_embeddings()
         if type(head) is not nn.Linear or "forward" in vars(head):
             raise LossError(
@@ -243,7 +243,7 @@ def _class(base: type) -> type:
                 got=f"{type(head).__name__}, changed by a transform",
                 want="patterns that leave the head as it is",
             )
-        hidden = self.base_model(**given).last_hidden_state
+        hidden = self.base_model(**arguments).last_hidden_state
         total = linear_cross_entropy(
             hidden, head.weight, shift_labels, head.bias, reduction="sum", chunk_tokens=shared.chunk_tokens,
             ignore_index=IGNORED,
@@ -263,8 +263,8 @@ def _check_call(
         got = ", ".join(others)
         want = "labels that are shifted before rows are cut: shift_labels" if "labels" in others else "none of it"
         raise LossError("a model of parts of rows is given something else", where=where, got=got, want=want, hint=hint)
-    given = {"input_ids": ids, "position_ids": positions, "shift_labels": labels, "documents": documents}
-    for name, x in (given | {"attention_mask": mask}).items():
+    arguments = {"input_ids": ids, "position_ids": positions, "shift_labels": labels, "documents": documents}
+    for name, x in (arguments | {"attention_mask": mask}).items():
         is_part = isinstance(x, Tensor) and isinstance(ids, Tensor) and x.shape == ids.shape and x.dim() == 2
         if not is_part and not (x is None and name not in ("input_ids", "position_ids")):
             got = f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

@@ -154,8 +154,10 @@ class _Work:
                     y = self._call(cut)
                 self._check_inputs(y, [*cut, *leaves])
                 inputs = [x for x in (*cut, *leaves) if x.requires_grad]
-                found: Sequence[Any] = torch.autograd.grad(y, inputs, dy, allow_unused=True) if y.requires_grad else ()
-                grads: dict[int, Tensor] = {id(x): g for x, g in zip(inputs, found, strict=False) if g is not None}  # pyright: ignore[reportUnnecessaryComparison]  (None of what is not used)
+                of_inputs: Sequence[Any] = (
+                    torch.autograd.grad(y, inputs, dy, allow_unused=True) if y.requires_grad else ()
+                )
+                grads: dict[int, Tensor] = {id(x): g for x, g in zip(inputs, of_inputs, strict=False) if g is not None}  # pyright: ignore[reportUnnecessaryComparison]  (None of what is not used)
                 for dx, x in zip(of_tokens, cut, strict=True):
                     if dx is not None:
                         dx[tile] = grads.get(id(x), 0)
