@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.checkpoint_activations import checkpoint_activations
     from fds.transforms.layer_drop import layer_drop
     from fds.transforms.random_ltd import random_ltd
-    from fds.transforms.tile import tile
     from fds.transforms.float8 import float8
     from fds.transforms.quantize_activations import quantize_activations
     from fds.transforms.compile import compile, cuda_graph
@@ -79,7 +78,16 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.profiling import estimate_memory, profile, profile_memory, profile_model
 
     # keeping it
-    from fds.storage import export_weights, import_deepspeed, import_weights, load, save, save_async
+    from fds.storage import (
+        export_dcp,
+        export_weights,
+        import_dcp,
+        import_deepspeed,
+        import_weights,
+        load,
+        save,
+        save_async,
+    )
 
     # what is seen of it
     from fds.monitors import monitor
@@ -160,7 +168,6 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.checkpoint_activations": "checkpoint_activations",
         "fds.transforms.layer_drop": "layer_drop",
         "fds.transforms.random_ltd": "random_ltd",
-        "fds.transforms.tile": "tile",
         "fds.transforms.float8": "float8",
         "fds.transforms.quantize_activations": "quantize_activations",
         "fds.transforms.compile": "compile cuda_graph",
@@ -178,7 +185,7 @@ __getattr__, __dir__ = lazily(
         "fds.compression.bake": "bake",
         "fds.compression.reduce_layers": "reduce_layers",
         "fds.profiling": "estimate_memory profile profile_memory profile_model",
-        "fds.storage": "export_weights import_deepspeed import_weights load save save_async",
+        "fds.storage": "export_dcp export_weights import_dcp import_deepspeed import_weights load save save_async",
         "fds.monitors": "monitor",
         "fds.timing": "memory_breakdown messages timed trace watch_ranks",
         "fds.tuning": "tune",
@@ -242,11 +249,13 @@ __all__ = [
     "errors",
     "estimate_memory",
     "evaluate",
+    "export_dcp",
     "export_weights",
     "float8",
     "freeze",
     "functional",
     "hf",
+    "import_dcp",
     "import_deepspeed",
     "import_weights",
     "init_distributed",
@@ -301,7 +310,6 @@ __all__ = [
     "skip_nonfinite",
     "static_loss_scale",
     "tensor_parallel",
-    "tile",
     "timed",
     "trace",
     "transports",

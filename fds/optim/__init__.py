@@ -5,6 +5,7 @@ from fds.optim._elementwise import adagrad, adam, adamw, lion, sgd
 from fds.optim._lamb import lamb
 from fds.optim._muon import muon
 from fds.optim._onebit import onebit_adam, onebit_lamb, zero_one_adam
+from fds.optim.as_torch import torch_groups
 from fds.optim.base import LRSchedule, Optimizer, Segment, Values
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "onebit_adam",
     "onebit_lamb",
     "sgd",
+    "torch_groups",
     "zero_one_adam",
 ]

@@ -15,8 +15,10 @@ specifies the format.
 """
 
 from fds.storage.exporting import export_weights
+from fds.storage.exporting_dcp import export_dcp
 from fds.storage.format.manifest import Chunk, File, Manifest, SavedLeaf as Leaf
-from fds.storage.loading import import_deepspeed, import_weights, load
+from fds.storage.importing import import_dcp, import_deepspeed, import_weights
+from fds.storage.loading import load
 from fds.storage.opening import Difference, differences, open_source, verify
 from fds.storage.saving import Saving, save, save_async
 from fds.storage.source import Source
@@ -30,7 +32,9 @@ __all__ = [
     "Saving",
     "Source",
     "differences",
+    "export_dcp",
     "export_weights",
+    "import_dcp",
     "import_deepspeed",
     "import_weights",
     "load",

@@ -98,7 +98,7 @@ def match(
     if options.strict:
         _check_matched(source, want, mismatched, missing, unexpected)
         if options.foreign and not options.params_only:
-            _warn_of_slots(source, want, names)
+            _warn_of_slots(source, {name: leaf for name, leaf in want.items() if options.read(name)}, names)
     elif mismatched or missing or unexpected:
         warnings.warn(StorageWarning(source.where, missing, unexpected, mismatched), stacklevel=5)
     return {name: source_name for name, source_name in names.items() if name not in mismatched}

@@ -27,7 +27,8 @@ WEIGHTS = (SAFETENSORS, *TORCH, INDEX)
 def open_source(path: str | os.PathLike[str], tag: str | None = None, *, verify: bool = True) -> Source:
     """Open the save under a tag of a run's directory, by default the last.
 
-    `path` may also be a DeepSpeed checkpoint directory, or anything that `import_weights` takes. Bytes of a save are
+    `path` may also be a DeepSpeed checkpoint directory, the folder of a checkpoint of torch.distributed.checkpoint, or
+    anything that `import_weights` takes. Bytes of a save are
     compared with their checksums when they are read, unless `verify` is false. Raises `StorageError`.
     """
     path = check_path(path, "dir")
@@ -35,6 +36,8 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None, *, verify:
         if path.is_dir() and not tags(path):
             if any(path.glob(DEEPSPEED)) or any(path.glob(f"*/{DEEPSPEED}")):
                 return foreign.deepspeed(path, tag)
+            if tag is None and (path / foreign.METADATA).is_file():
+                return foreign.dcp([path])
             if tag is None and any(p.name.endswith(WEIGHTS) for p in path.iterdir()):
                 return foreign.weights(path)
         if tag is None and path.is_file() and path.name.endswith(WEIGHTS):

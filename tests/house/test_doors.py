@@ -37,7 +37,7 @@ ROOMS = {
     "compression": "step loss layout kernels lazy nn optim reading random state tree errors storage",
     "transforms": f"compression step {BELOW_STEP} kernels nn plans profiling schedules",
     "nn": "attention_layouts collectives kernels loss random tree errors",
-    "storage": "step media state layout collectives tree errors",
+    "storage": "step media state optim layout collectives tree errors",
     "data": "collectives display lazy media microbatches random storage tree errors",
 }
 ROOMS["hf"] = "attention_layouts collectives kernels lazy loss nn random state step storage tree errors"
@@ -58,7 +58,9 @@ ROOMS["command_line"] = " ".join(ROOMS)
 VERSION = "fds.__version__"  # which every room may ask for: it is there before any of them
 PROGRAM = "__main__"  # wherever it lies, it belongs to the room of commands: `python -m fds.plans` is `fds plans`
 ONLY = {"torch.utils._pytree": "tree", "torch.distributed": "collectives", "triton": "kernels"}
-UNPICKLING = {"torch.load", "torch.serialization.safe_globals"}  # for those who read what others wrote
+ONLY |= {"torch.distributed.checkpoint": "storage"}  # files; the longest name counts
+# for those who read what others wrote
+UNPICKLING = {"torch.load", "torch.serialization.safe_globals", "pickle.Unpickler", "pickle.UnpicklingError"}
 UNPICKLERS = "fds.storage.foreign"
 NOBODY = ["pickle", "_pickle", "cloudpickle", "dill", "shelve", "torch.serialization"]
 SHAPELESS = {"util", "utils", "helper", "helpers", "common", "engine", "manager"}
@@ -97,9 +99,9 @@ def wrong_use(module: str, name: str, modules: dict[str, str]) -> Iterator[str]:
     """Say what is wrong, if anything, with `module` naming `name` (dotted)."""
     target = owner(name, modules) or name
     here, there = room(module), room(target)
-    for it, only in ONLY.items():
-        if inside(name, it) and here != only:
-            yield f"{name} is for fds/{only} alone"
+    it = max((it for it in ONLY if inside(name, it)), key=len, default="")
+    if it and here != ONLY[it]:
+        yield f"{name} is for fds/{ONLY[it]} alone"
     if name in UNPICKLING:
         if not inside(module, UNPICKLERS):
             yield f"{name} is for {UNPICKLERS.replace('.', '/')} alone"

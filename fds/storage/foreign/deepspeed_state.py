@@ -97,7 +97,7 @@ def by_number(state: Mapping[str, Any], params: Mapping[str, Tensor], where: str
     shapes = (
         [_shape(param_state) for param_state in of_params] if masters is None else [tuple(x.shape) for x in masters]
     )
-    names = _find_names(groups, shapes, params, masters)
+    names = find_names(groups, shapes, params, masters)
     if names is None:
         result.notes.append("left out: the optimizer's state, which does not name its parameters")
         return result
@@ -219,7 +219,7 @@ def _flat(ranks: Sequence[Any], where: str) -> list[Tensor]:
 Shape = tuple[int, ...] | None  # None: the optimizer has no state of this parameter yet
 
 
-def _find_names(
+def find_names(
     groups: Sequence[Mapping[str, Any]],
     shapes: Sequence[Shape],
     params: Mapping[str, Tensor],

@@ -104,7 +104,7 @@ def by_box(flat: Tensor, ranges: Ranges, start: int) -> Iterator[tuple[Box, int,
         at = sum(numel(both) for _, part in before if (both := common(part, inside)) is not None)
         for first, part in placed:
             if (both := common(part, inside)) is not None:
-                yield box, at, _view(flat, first, part, both)
+                yield box, at, view(flat, first, part, both)
                 at += numel(both)
 
 
@@ -126,12 +126,12 @@ def copy_common(out: Tensor, wanted: Sequence[Placed], x: Tensor, placed: Sequen
         for origin, b in placed:
             both = common(a, b)
             if both is not None:
-                _view(out, at, a, both).copy_(_view(x, origin, b, both))
+                view(out, at, a, both).copy_(view(x, origin, b, both))
                 count += numel(both)
     return count
 
 
-def _view(flat: Tensor, at: int, rectangle: Box, inside: Box) -> Tensor:
+def view(flat: Tensor, at: int, rectangle: Box, inside: Box) -> Tensor:
     """Return the view of a box inside a rectangle that lies at `at` in a flat tensor."""
     x = flat[at : at + numel(rectangle)].view(sizes(rectangle))
     return x[tuple(slice(i - first, i - first + n) for (first, _), (i, n) in zip(rectangle, inside, strict=True))]

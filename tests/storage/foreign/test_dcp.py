@@ -1,0 +1,115 @@
+"""Checkpoints of torch.distributed.checkpoint: those of real FSDP2 jobs here, and those of a state there."""
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import fds
+from fds.errors import StorageWarning
+from tests import ranks
+from tests.bits import assert_rounding, assert_same_bits
+from tests.storage.foreign import fsdp
+from tests.storage.topologies import plain
+
+SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+def made(*transforms):
+    """Return a step that computes what the job does, and what its init takes."""
+    apply, params, _ = fds.functional(fsdp.Net())
+
+    def loss(params, rows):
+        return (apply(params, rows[0]).float() - rows[1]).square().mean()
+
+    adamw = lambda lr, decay: fds.adamw(lr, fsdp.BETAS, fsdp.EPS, weight_decay=decay)
+    small = lambda name, shape: len(shape) < 2
+    return fds.compose(*transforms, fds.by_name({small: adamw(0.03, 0.0), "*": adamw(0.01, fsdp.DECAY)}))(loss), params
+
+
+def sharded(stage):
+    return fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=stage, bucket_bytes=256)
+
+
+def go_on(step, state, calls):
+    data, losses = step.dimensions.data, []
+    for call in calls:
+        rows = fsdp.batch(call)
+        state, metrics = step(state, rows if data is None else [x.chunk(data.size)[data.index] for x in rows])
+        losses.append(metrics["loss"].item())
+    return state, losses
+
+
+def leaves(saved) -> dict[str, torch.Tensor]:
+    """Return what a job has as leaves of a plain state."""
+    kept = {f"params.{name}": x for name, x in saved["model"].items()}
+    for name, slots in saved["optim"]["state"].items():
+        kept |= {f"opt.{slot}.{name}": slots[slot] for slot in SLOTS}
+        kept["step"] = slots["step"].to(torch.int64)
+    return kept
+
+
+def held(state, step) -> dict[str, torch.Tensor]:
+    """Return the same of a state; all ranks call it."""
+    return {name: x for name, x in plain(state, step).items() if name not in ("calls", "key")}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return the folder of what a job of two ranks saved, what that was, and how it went on."""
+    folder = tmp_path_factory.mktemp("dcp")
+    saved, losses, end = ranks.run(fsdp.train, folder)[0]
+    return folder, leaves(saved), losses, leaves(end)
+
+
+@pytest.mark.parametrize(
+    ("way", "count", "stage"),
+    [("named", 3, 3), ("named", 2, 1), ("named", 1, 0), ("flat", 2, 2), ("numbered", 2, 3), ("numbered", 1, 0)],
+)
+def test_a_run_of_fsdp2_goes_on_with_its_bits(trained, way, count, stage):
+    folder, saved, losses, end = trained
+
+    def on_ranks():
+        step, params = made(sharded(stage))
+        state, extra = fds.import_dcp(folder / way, step, params)
+        assert_same_bits(held(state, step), saved)
+        assert state.calls == 3
+        assert [group["lr"] for group in extra["param_groups"]] == [0.01, 0.03]
+        assert way != "named" or extra["train"] == {"epoch": 2, "seen": 36}
+        state, got = go_on(step, state, fsdp.AFTER)
+        assert got == pytest.approx(losses, rel=1e-6)
+        assert_rounding(held(state, step), end, additions=64)
+
+    fds.simulate(on_ranks, count)
+
+
+def test_weights_in_one_folder_and_the_optimizer_in_another(trained):
+    folder, saved, *_ = trained
+    step, params = made()
+    state, _ = fds.import_dcp([folder / "wrapped", folder / "optimizer"], step, params)
+    assert_same_bits(held(state, step), saved)
+    with pytest.warns(StorageWarning):
+        state, _ = fds.import_dcp(folder / "wrapped", step, params)
+    assert state.step == 0 and not state.opt["exp_avg"]["last.weight"].any()
+    state, _ = fds.import_dcp(folder / "named", step, params, without_optimizer=True)
+    assert state.step == 0 and torch.equal(state.params["last.weight"], saved["params.last.weight"])
+
+
+def test_fsdp2_goes_on_with_the_bits_of_a_state(trained, tmp_path):
+    folder, saved, losses, end = trained
+
+    def on_ranks():
+        step, params = made(sharded(3))
+        state, _ = fds.import_dcp(folder / "named", step, params)
+        assert fds.export_dcp(state, step, tmp_path / "out") == tmp_path / "out"
+
+    fds.simulate(on_ranks, 3)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        ".metadata",
+        *(f"__{i}_0.distcp" for i in range(3)),
+    ]
+    for got, losses_after, after in ranks.run(fsdp.load, tmp_path / "out"):
+        assert_same_bits(leaves(got), saved)
+        assert losses_after == losses
+        assert_same_bits(leaves(after), end)
+    dcp_to_torch_save(tmp_path / "out", tmp_path / "out.pt")
+    assert_same_bits(leaves(torch.load(tmp_path / "out.pt", weights_only=True)), saved)
