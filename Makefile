@@ -13,7 +13,7 @@ DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-cpus test-browser test-matrix laws faults resizing mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-loading bench-weights bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-efficiency bench-context bench-analysing bench-dropping bench-sparse bench-bert bench-compressing bench-adapters bench-tuning gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
+.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-cpus test-browser test-matrix laws faults resizing mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-loading bench-weights bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-efficiency bench-context bench-analysing bench-dropping bench-sparse bench-bert bench-rows bench-compressing bench-adapters bench-tuning gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -152,6 +152,9 @@ bench-tuning: $(READY)  ## predict compositions on two ranks, try all, and see w
 
 bench-bert: $(PEERS)  ## train a pretrained BERT on long rows, sparse and dense (needs .venv-peers and the weights, see its head)
 	@.venv-peers/bin/python benchmarks/bert.py $(ARGS)
+
+bench-rows: $(PEERS)  ## train on one row of 131,072 tokens over two ranks, in tiles (needs .venv-peers, large)
+	@.venv-peers/bin/python benchmarks/rows.py $(ARGS)
 
 bench-analysing: $(PEERS)  ## time the analysis of a file of tokens beside DeepSpeed's (needs .venv-peers, large)
 	@.venv-peers/bin/python benchmarks/analysing.py $(ARGS)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.checkpoint_activations import checkpoint_activations
     from fds.transforms.layer_drop import layer_drop
     from fds.transforms.random_ltd import random_ltd
+    from fds.transforms.tile import tile
     from fds.transforms.float8 import float8
     from fds.transforms.quantize_activations import quantize_activations
     from fds.transforms.compile import compile, cuda_graph
@@ -168,6 +169,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.checkpoint_activations": "checkpoint_activations",
         "fds.transforms.layer_drop": "layer_drop",
         "fds.transforms.random_ltd": "random_ltd",
+        "fds.transforms.tile": "tile",
         "fds.transforms.float8": "float8",
         "fds.transforms.quantize_activations": "quantize_activations",
         "fds.transforms.compile": "compile cuda_graph",
@@ -310,6 +312,7 @@ __all__ = [
     "skip_nonfinite",
     "static_loss_scale",
     "tensor_parallel",
+    "tile",
     "timed",
     "trace",
     "transports",

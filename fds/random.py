@@ -30,6 +30,7 @@ import attrs
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # private: no public function leaves all modes
 
 from fds.errors import FdsError, is_a, is_int
 
@@ -224,6 +225,46 @@ def scope(devices: Iterable[torch.device]) -> Iterator[None]:
             yield
         finally:
             for g, state in states:
+                g.set_state(state)
+
+
+@attrs.frozen(eq=False)
+class Snapshot:
+    """What the default generators of the CPU and of some devices would draw next."""
+
+    states: tuple[tuple[torch.Generator, Tensor], ...]
+
+    @classmethod
+    def taken(cls, devices: Iterable[torch.device]) -> Snapshot:
+        """Return it as it is now."""
+        return cls(tuple((g, g.get_state()) for g in default_generators(devices)))
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether something was drawn since."""
+        with _disable_current_modes():  # of a graph that is made of the step this would become a part
+            return not all(torch.equal(g.get_state(), state) for g, state in self.states)
+
+    def checked(self, where: str) -> Snapshot:
+        """Return it. Raises `FdsError` where a graph is made of the step, which would not draw the same again."""
+        if _other() is not None:
+            raise FdsError(
+                "numbers are drawn that are to be drawn again, which a graph of the step would not",
+                where=where,
+                want="a step without fds.cuda_graph and fds.compile(whole=True)",
+            )
+        return self
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw the same inside once more, and go on after it as if nothing had been drawn."""
+        before = [(g, g.get_state()) for g, _ in self.states]
+        for g, state in self.states:
+            g.set_state(state)
+        try:
+            yield
+        finally:
+            for g, state in before:
                 g.set_state(state)
 
 

@@ -52,14 +52,21 @@ def forward(
         documents: (B, Sq) and (B, Sk), in which queries and keys lie: a query sees keys of the same alone.
         scale: of the products, greater than zero.
     """
-    if q.device.type == "cpu":
-        k, v, visible = _heads(k, q), _heads(v, q), _visible(key_padding, documents)
-        out, lse = _cpu_forward(q, k, v, 0.0, causal, attn_mask=_added(q, visible), scale=scale)
-        return out, lse if visible is None else lse.masked_fill(_unseeing(q, visible, causal), -math.inf)
-    if kernel_runs(q):
+    if q.device.type != "cpu" and kernel_runs(q):
         out, lse = flash_forward(q, k, v, key_padding, None, None, *(documents or (None, None)), causal, scale, 0.0, 0)
         return out, torch.where(lse == math.inf, -math.inf, lse * math.log(2))  # of base 2, inf where there is no key
-    s = _scores(q, k, causal, _visible(key_padding, documents), scale)
+    return masked_forward(q, k, v, _visible(key_padding, documents), causal=causal, scale=scale)
+
+
+@torch.no_grad()
+def masked_forward(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Do what `forward` does where a mask says which keys a query sees: bool, broadcastable to (B, H, Sq, Sk)."""
+    if q.device.type == "cpu":
+        out, lse = _cpu_forward(q, _heads(k, q), _heads(v, q), 0.0, causal, attn_mask=_added(q, visible), scale=scale)
+        return out, lse if visible is None else lse.masked_fill(_unseeing(q, visible, causal), -math.inf)
+    s = _scores(q, k, causal, visible, scale)
     lse = s.logsumexp(-1)
     return (_weights(s, lse) @ _wide(_heads(v, q))).to(q.dtype), lse
 
@@ -70,19 +77,30 @@ def backward(
     key_padding: Tensor | None, documents: Documents, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what these keys add to dq, and dk and dv, of the dtype of q; `out` and `lse` are those of all keys."""
-    lse = torch.where(lse == -math.inf, math.inf, lse)  # weights of 0 where a query sees no key at all
-    if q.device.type == "cpu":
-        others = out, lse, 0.0, causal
-        dq, dk, dv = _cpu_backward(
-            dout, q, _heads(k, q), _heads(v, q), *others, scale=scale,
-            attn_mask=_added(q, _visible(key_padding, documents)),
-        )  # fmt: skip
-        return dq, _grouped(dk, k), _grouped(dv, k)
-    if kernel_runs(q):
+    if q.device.type != "cpu" and kernel_runs(q):
+        lse = torch.where(lse == -math.inf, math.inf, lse)  # weights of 0 where a query sees no key at all
         base_2 = empty_numbers(q).copy_(lse / math.log(2))
         masks = key_padding, None, None, *(documents or (None, None))
         return flash_backward(dout, q, k, v, *masks, out, base_2, causal, scale, 0.0, 0)
-    weights = _weights(_scores(q, k, causal, _visible(key_padding, documents), scale), lse)
+    return masked_backward(
+        dout, q, k, v, out, lse, _visible(key_padding, documents), causal=causal, scale=scale
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def masked_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor | None, *, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Do what `backward` does where a mask says which keys a query sees, as `masked_forward` takes it."""
+    lse = torch.where(lse == -math.inf, math.inf, lse)
+    if q.device.type == "cpu":
+        others = out, lse, 0.0, causal
+        dq, dk, dv = _cpu_backward(
+            dout, q, _heads(k, q), _heads(v, q), *others, scale=scale, attn_mask=_added(q, visible)
+        )
+        return dq, _grouped(dk, k), _grouped(dv, k)
+    weights = _weights(_scores(q, k, causal, visible, scale), lse)
     dout, wide = _wide(dout), _wide(q)
     ds = weights * (dout @ _wide(_heads(v, q)).mT - (dout * out).sum(-1, keepdim=True)) * scale
     dk, dv = _grouped(ds.mT @ wide, k), _grouped(weights.mT @ dout, k)

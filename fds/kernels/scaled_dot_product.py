@@ -18,22 +18,25 @@ from __future__ import annotations
 
 import contextlib
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fds.errors import KernelError, is_int
 from fds.kernels import arguments
 from fds.kernels.arguments import attention as check, positive
+from fds.kernels.attention_blocks import WHOLE, Mask, attention as attention_in_blocks
 from fds.kernels.flash import flash_attention, kernel_runs
 from fds.kernels.flash_blocks import LEAST_BIAS
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_padding: Tensor | None = None,
-    bias: Tensor | None = None, documents: Tensor | None = None, scale: float | None = None, p: float = 0.0,
-    seed: int | Tensor | None = None, offset: int = 0,
+    bias: Tensor | None = None, documents: Tensor | None = None, window: int | None = None,
+    scale: float | None = None, p: float = 0.0, seed: int | Tensor | None = None, offset: int = 0,
 ) -> Tensor:
     """Return softmax(scale * q k^T + bias) v, (B, H, Sq, D), by torch's `scaled_dot_product_attention` where possible.
 
@@ -50,6 +53,7 @@ def attention(
         bias: floating, broadcastable to (B, H, Sq, Sk); without a gradient. Values below -1e30 mask. On a GPU torch's
             kernels take it rounded to q's dtype.
         documents: (B, S) int32 or int64, where Sq = Sk = S: a query sees the keys of the same number alone.
+        window: with `causal`, query i sees keys i - window + 1 to i; without a bias or dropout.
         scale: of the products; 1 / sqrt(D) if None.
         p: probability with which dropout zeroes an attention weight; the others are divided by 1 - p.
         seed: int or () int64 tensor on q's device; dropout needs one.
@@ -57,8 +61,10 @@ def attention(
 
     Raises `KernelError` as `flash_attention` does.
     """
+    if window is not None:
+        check_window(window, causal, bias, p)
     has_mask = key_padding is not None or bias is not None or documents is not None
-    if p != 0 or (has_mask and q.is_cuda and kernel_runs(q)):
+    if p != 0 or (has_mask and window is None and q.is_cuda and kernel_runs(q)):
         return flash_attention(
             q, k, v, causal=causal, key_padding=key_padding, bias=bias, documents=documents, scale=scale, p=p,
             seed=seed, offset=offset,
@@ -67,9 +73,25 @@ def attention(
     check(q, k, v, key_padding, bias, scale, p, documents)
     if scale is not None:
         q, scale = positive(q, scale)
+    # one mask of all queries by all keys would take as many bytes as their scores
+    if window is not None or (documents is not None and bias is None and q.shape[2] * k.shape[2] > WHOLE):
+        both = None if documents is None else (documents, documents)
+        factor = max(q.shape[3], 1) ** -0.5 if scale is None else scale
+        return attention_in_blocks(q, k, v, Mask(causal, key_padding, both, window), factor)
     return scaled_dot_product(
         q, k, v, causal=causal, key_padding=key_padding, bias=bias, documents=documents, scale=scale
     )
+
+
+def check_window(window: Any, causal: bool, bias: Tensor | None, p: float) -> None:
+    """Raise `KernelError` for what is no window, and what is not computed with one."""
+    if not is_int(window, 1):
+        raise KernelError("window counts keys", where="window", got=repr(window)[:80], want="an int >= 1, or None")
+    if bias is not None or p or not causal:
+        got = "a bias" if bias is not None else f"p={p}" if p else "causal=False"
+        raise KernelError(
+            "attention in a window is causal, and takes neither a bias nor dropout", where="window", got=got
+        )
 
 
 def scaled_dot_product(

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = re.findall(r"^bench-([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 NEEDS_A_GPU = {"kernels"}
 ELSEWHERE = {"launches"}  # tests/benchmarks/test_launches.py
-OF_PEERS = {"bert", "loading"}  # of models of transformers
+OF_PEERS = {"bert", "loading", "rows"}  # of models of transformers
 WITHOUT_PEERS = {  # what of a benchmark needs no package but torch
     "analysing": ["--only", "fds"],
     "sharding": ["--only", "fds 0,DDP", "--stages", "0", "--rates", "loopback"],
@@ -95,7 +95,13 @@ def test_the_smallest_case_of_a_benchmark_runs(name, run):
 @pytest.mark.peers
 @pytest.mark.parametrize(
     ("name", "peer"),
-    [("pipeline", "DeepSpeed"), ("sharding", "DeepSpeed"), ("storage", "dcp.async_save"), ("bert", "sparse")],
+    [
+        ("pipeline", "DeepSpeed"),
+        ("sharding", "DeepSpeed"),
+        ("storage", "dcp.async_save"),
+        ("bert", "sparse"),
+        ("rows", "tiles"),
+    ],
 )
 def test_it_runs_beside_the_peers_too(name, peer, run):
     assert peer in run(name, "--quick")

@@ -7,7 +7,7 @@ import pytest
 from tests import programs
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("[0-9][0-9]_*.py"))
-OF_PEERS = {"44_hugging_face.py", "46_trainer.py"}  # which need transformers
+OF_PEERS = {"44_hugging_face.py", "46_trainer.py", "49_long_rows.py"}  # which need transformers
 
 
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path.name not in OF_PEERS], ids=lambda path: path.name)

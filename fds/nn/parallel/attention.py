@@ -20,9 +20,10 @@ from fds import kernels
 from fds.collectives import Axis, all_gather, all_to_all
 from fds.collectives.links import Work
 from fds.errors import KernelError, is_a, is_int
-from fds.kernels import arguments, partial_attention as partial
+from fds.kernels import arguments, attention_blocks as blocks, partial_attention as partial
 from fds.kernels.arguments import attention as check, positive
 from fds.kernels.operators import Function, first_order
+from fds.kernels.scaled_dot_product import check_window
 from fds.loss import current_mode
 from fds.loss.compiled import untraced
 from fds.nn.parallel import checking, tokens
@@ -33,7 +34,7 @@ EVERY = slice(None)
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, causal: bool, key_padding: Tensor | None,
-    documents: Tensor | None, scale: float, layout: Layout,
+    documents: Tensor | None, scale: float, layout: Layout, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Return this rank's part of attention, (B, H, S/N, D), by passing keys and values around a ring of ranks.
 
@@ -55,7 +56,14 @@ def ring_attention(
     Sources: Liu et al. 2023, arXiv:2310.01889; Dao et al. 2022, arXiv:2205.14135 (partial results).
     """
     key_padding, documents = _of_all(key_padding, axis), _of_all(documents, axis)
-    return _Ring.apply(q, k, v, key_padding, documents, axis.used_for("attention"), causal, scale, layout)[0]
+    if window is not None and layout == "zigzag":
+        raise KernelError(
+            "a ring has no windows over a rank's two chunks",
+            where=f"window, axis {axis.name!r}",
+            got=f"window={window}, layout={layout!r}",
+            want='method="ulysses", or layout="contiguous"',
+        )
+    return _Ring.apply(q, k, v, key_padding, documents, axis.used_for("attention"), causal, scale, layout, window)[0]
 
 
 def _of_all(x: Tensor | None, axis: Axis) -> Tensor | None:
@@ -82,15 +90,16 @@ def seen_part(source: int, axis: Axis, length: int, causal: bool, layout: Layout
 
 class _Ring(Function):
     @staticmethod
-    def forward(q, k, v, key_padding, documents, axis, causal, scale, layout) -> tuple[Tensor, Tensor]:
+    def forward(q, k, v, key_padding, documents, axis, causal, scale, layout, window) -> tuple[Tensor, Tensor]:
         b, h, s, d = q.shape
         out = q.new_zeros((b, s, h, d), dtype=arguments.width(q)).transpose(1, 2)  # merging heads makes no copy
         lse = torch.full((b, h, s), -torch.inf, dtype=out.dtype, device=q.device)
         for source, pair in _pass_around(torch.stack([k, v]), axis):
             if seen := seen_part(source, axis, s, causal, layout):
                 rows, keys, is_causal = seen
-                masks = _masks(key_padding, documents, axis.index, rows, source, keys, s)
-                part = partial.forward(q[:, :, rows], *pair[:, :, :, keys], causal=is_causal, scale=scale, **masks)
+                mask = _mask(key_padding, documents, axis.index, rows, source, keys, s, is_causal, window)
+                k_s, v_s = pair[:, :, :, keys]
+                part = blocks.forward(q[:, :, rows], k_s, v_s, mask, scale)
                 partial.merge(out[:, :, rows], lse[:, :, rows], *part)
         return out.to(q.dtype), lse
 
@@ -104,8 +113,8 @@ class _Ring(Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return (None,) * 9
-        return *first_order(_Gradients(*ctx.options), dout, *ctx.saved_tensors), *[None] * 6
+            return (None,) * 10
+        return *first_order(_Gradients(*ctx.options), dout, *ctx.saved_tensors), *[None] * 7
 
 
 @attrs.frozen
@@ -116,6 +125,7 @@ class _Gradients:
     causal: bool
     scale: float
     layout: Layout
+    window: int | None
     name: str = "ring_attention_backward"
 
     def __call__(
@@ -129,12 +139,11 @@ class _Gradients:
             grads = torch.zeros_like(pair, dtype=lse.dtype)
             if seen := seen_part(source, self.axis, s, self.causal, self.layout):
                 rows, keys, is_causal = seen
-                masks = _masks(key_padding, documents, self.axis.index, rows, source, keys, s)
+                index = self.axis.index
+                mask = _mask(key_padding, documents, index, rows, source, keys, s, is_causal, self.window)
                 dout_s, q_s, out_s, lse_s = (x[:, :, rows] for x in (dout, q, out, lse))
                 k_s, v_s = pair[:, :, :, keys]
-                dq_s, dk, dv = partial.backward(
-                    dout_s, q_s, k_s, v_s, out_s, lse_s, causal=is_causal, scale=self.scale, **masks
-                )
+                dq_s, dk, dv = blocks.backward(dout_s, q_s, k_s, v_s, out_s, lse_s, mask, self.scale)
                 dq[:, :, rows] += dq_s
                 grads[0][:, :, keys], grads[1][:, :, keys] = dk, dv
             if late is not None:  # of the same keys, from the ranks before
@@ -181,23 +190,28 @@ class _Passed:
         return self.x
 
 
-def _masks(
-    key_padding: Tensor | None, documents: Tensor | None, index: int, rows: slice, source: int, keys: slice, length: int
-) -> dict[str, Any]:
-    """Return the masks of these queries of a rank and these keys of another, of those of the whole sequence."""
+def _mask(
+    key_padding: Tensor | None, documents: Tensor | None, index: int, rows: slice, source: int, keys: slice,
+    length: int, causal: bool, window: int | None,
+) -> blocks.Mask:  # fmt: skip
+    """Return which of these keys of a rank these queries of another see, of masks of the whole sequence."""
 
     def of(x: Tensor, rank: int, tokens: slice) -> Tensor:
         return x[:, rank * length : (rank + 1) * length][:, tokens]
 
-    return {
-        "key_padding": None if key_padding is None else of(key_padding, source, keys),
-        "documents": None if documents is None else (of(documents, index, rows), of(documents, source, keys)),
-    }
+    return blocks.Mask(
+        causal,
+        None if key_padding is None else of(key_padding, source, keys),
+        None if documents is None else (of(documents, index, rows), of(documents, source, keys)),
+        window,
+        0 if window is None else (index - source) * length,
+    )
 
 
 def ulysses_attention(
     q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, causal: bool, key_padding: Tensor | None,
     documents: Tensor | None, scale: float | None, layout: Layout, compute: Callable[..., Tensor] = kernels.attention,
+    window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Return this rank's part of attention, (B, H, S/N, D), by exchanging heads for tokens: DeepSpeed-Ulysses.
 
@@ -229,11 +243,13 @@ def ulysses_attention(
     sent = torch.cat([x.unflatten(1, (n, -1)) for x in (q, k, v)], 2).flatten(1, 2)
     whole = all_to_all(sent, axis, split_dim=1, concat_dim=2)
     masks = {"key_padding": _of_all(key_padding, axis), "documents": _of_all(documents, axis)}
-    reorders = layout == "zigzag" and causal  # without a mask of positions any order is right
+    # without a mask of positions any order is right
+    reorders = layout == "zigzag" and causal
+    more = {} if window is None else {"window": window}
     if reorders:
         whole = in_order(whole, n, 2)
         masks = {name: None if x is None else in_order(x, n, 1) for name, x in masks.items()}
-    out = compute(*whole.split_with_sizes(counts, 1), causal=causal, scale=scale, **masks)
+    out = compute(*whole.split_with_sizes(counts, 1), causal=causal, scale=scale, **masks, **more)
     out = in_zigzag(out, n, 2) if reorders else out
     return all_to_all(out, axis, split_dim=2, concat_dim=1)
 
@@ -245,7 +261,7 @@ METHODS = {"ulysses": ulysses_attention, "ring": ring_attention}
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, axis: Axis | None = None, method: Method = "ulysses",
     layout: Layout = "contiguous", causal: bool = False, key_padding: Tensor | None = None,
-    documents: Tensor | None = None, bias: Tensor | None = None,
+    documents: Tensor | None = None, window: int | None = None, bias: Tensor | None = None,
     scale: float | None = None, p: float = 0.0, seed: int | Tensor | None = None, offset: int = 0,
 ) -> Tensor:  # fmt: skip
     """Return this rank's part of softmax(scale * q k^T) v over the tokens of all ranks, (B, H, S/N, D).
@@ -265,6 +281,8 @@ def attention(
         key_padding: (B, S/N) bool, False where a key of this rank is padding. A query that sees no key gives zeros.
         documents: (B, S/N) int32 or int64, in which document a token lies, where rows are packed of several: a query
             sees the keys of the same number, of any rank.
+        window: with `causal`, a query sees its own key and window - 1 before it, of the whole sequence; a ring takes it
+            in contiguous parts.
         bias: as of `fds.kernels.attention`, on one rank alone.
         scale: of the products; 1 / sqrt(D) if None.
         p: of dropout, on one rank alone.
@@ -280,26 +298,29 @@ def attention(
     check_draws(seed, offset)
     if axis is None or axis.size == 1:
         return kernels.attention(
-            q, k, v, causal=causal, key_padding=key_padding, documents=documents, bias=bias, scale=scale, p=p,
-            seed=seed, offset=offset,
+            q, k, v, causal=causal, key_padding=key_padding, documents=documents, window=window, bias=bias, scale=scale,
+            p=p, seed=seed, offset=offset,
         )  # fmt: skip
     masks = {"key_padding": key_padding, "documents": documents, "bias": bias}
-    return _over_ranks(q, k, v, axis, method, layout, causal=causal, scale=scale, p=p, **masks)
+    return _over_ranks(q, k, v, axis, method, layout, causal=causal, scale=scale, p=p, window=window, **masks)
 
 
 @untraced("fds.nn.attention meets other ranks; fds.compile(fullgraph=False) lets it run uncompiled")
 def _over_ranks(
     q: Tensor, k: Tensor, v: Tensor, axis: Axis, method: Method, layout: Layout, *, causal: bool,
     key_padding: Tensor | None, documents: Tensor | None, bias: Tensor | None, scale: float | None, p: float,
+    window: int | None,
 ) -> Tensor:  # fmt: skip
     """Return attention over several ranks."""
     axis.check_current()
     q, k, v = arguments.as_products_cast(q, k, v)
     check(q, k, v, key_padding, bias, scale, p, documents)
     check_parts(q, k, axis, layout, bias, p)
+    if window is not None:
+        check_window(window, causal, bias, p)
     q, scale = positive(q, max(q.shape[3], 1) ** -0.5 if scale is None else scale)
     masks, order = {"key_padding": key_padding, "documents": documents}, {"causal": causal, "layout": layout}
-    out = METHODS[method](q, k, v, axis, scale=scale, **order, **masks)
+    out = METHODS[method](q, k, v, axis, scale=scale, window=window, **order, **masks)
     if (draws := tokens.now()) is not None and draws.watch is not None:
         draws.watch.mark(out, -2)
     return out

@@ -297,6 +297,12 @@ class Watch:
         """Note that something has tokens of this rank along a dim, counted from the end."""
         self.roles[out] = Role("tokens", dim)
 
+    def follow(self, x: Tensor, out: Tensor) -> None:
+        """Note that something has the tokens of another tensor along the same dim, counted from the front."""
+        role = self.roles.get(x)
+        if role is not None and role.kind == "tokens":
+            self.mark(out, role.dim + x.dim() - out.dim())
+
     def _follow(self, call: Call, effect: str, out: Tensor) -> Role | None:
         """Return the role of something that a function made."""
         for kind in ("reduced", "positions", "tokens"):

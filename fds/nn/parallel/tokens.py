@@ -168,6 +168,27 @@ class Draws(TorchFunctionMode):
             )
 
 
+class InTile(Draws):
+    """Inside, a module computes some of this rank's tokens, and raises `LossError` where it would draw for them."""
+
+    def __init__(self, draws: Draws, lengths: set[int]):
+        super().__init__(draws.parts, set(), lengths, lengths, draws.call, None)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(RuntimeError, *error[1:])  # the call of the layer is not over
+
+    def cut(self, shape: Sequence[int]) -> None:
+        """Return None for what has nothing of tokens."""
+        if self.lengths.intersection(shape):
+            raise LossError(
+                "something is drawn for a tile of this rank's tokens, and one rank would draw something else",
+                where=_WHERE.format(axis=self.parts.axis),
+                got=f"shape {tuple(shape)}",
+                want="tiles of what draws nothing",
+                hint="dropout after the module that is tiled",
+            )
+
+
 def drop(x: Tensor, p: float, piece: Cut | None = None, *, inplace: bool = False) -> Tensor:
     """Return dropout of an activation that is a piece, or is whole, of tokens of which this rank may have a part."""
     shape, draws = list(x.shape), now()

@@ -74,8 +74,8 @@ def check_uses(edges: Edges, out: Any, side: Side | None) -> None:
         takes, gives = (getattr(node, name, getattr(function, name, None)) for name in ("takes", "gives"))
         if gives is not None and side is not None and gives != side and side not in mixed:
             mixed[side] = nearest(edges, node, number), behind
-        if function is CheckpointFunction:
-            side = None  # a reentrant one: what lets in what is whole, or joins pieces, is not in the graph
+        if function is CheckpointFunction or getattr(function, "runs_again", False):
+            side = None  # what lets in what is whole, or joins pieces, is not in the graph before backward
         for index, (following, at) in enumerate(node.next_functions):
             if takes is None:
                 waiting.append((following, at, side, behind))

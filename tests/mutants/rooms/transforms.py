@@ -293,4 +293,46 @@ MUTANTS = (
         "targets of `Layers` are rounded to 16 bit like inputs",
         "tests/transforms/test_precision.py",
     ),
+    Mutant(
+        "tiles-lose-the-first",
+        "fds/transforms/tile.py",
+        "return exclusive(grad.to(wide)) if total is None else total.add_(grad)",
+        "return exclusive(grad.to(wide))",
+        "gradients of parameters are those of the last tile",
+        "tests/transforms/test_tile.py -k bits_are",
+    ),
+    Mutant(
+        "tiles-sum-in-16-bits",
+        "fds/transforms/tile.py",
+        "wide = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype",
+        "wide = grad.dtype",
+        "a sum of many tiles stops growing",
+        "tests/transforms/test_tile.py -k 16_bits",
+    ),
+    Mutant(
+        "tiles-draw-anew",
+        "fds/transforms/tile.py",
+        "return contextlib.nullcontext() if self.drawn is None else self.drawn.again()",
+        "return contextlib.nullcontext()",
+        "backward drops other numbers than forward",
+        "tests/transforms/test_tile.py -k dropped",
+    ),
+    Mutant(
+        "tiles-of-attention",
+        "fds/transforms/tile.py",
+        "first, last = max(n // 3, 1), n - n // 5",
+        "first, last = 0, n",
+        "a module that mixes tokens is cut",
+        "tests/transforms/test_tile.py -k cannot_be_cut",
+    ),
+    Mutant(
+        "tiles-of-parts-draw",
+        "fds/nn/parallel/tokens.py",
+        """        if self.lengths.intersection(shape):
+            raise""",
+        """        if False:
+            raise""",
+        "ranks draw alike for other tokens",
+        "tests/transforms/test_tile.py -k ranks_that_share_rows",
+    ),
 )
