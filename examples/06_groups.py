@@ -54,7 +54,7 @@ optimizer = fds.by_name(
 )
 step = fds.compose(fds.accumulate(4), fds.clip_by_global_norm(0.5), optimizer)(loss_fn)
 state = step.init(params, key=0)
-for i in range(100):
+for i in range(40):
     state, metrics = step(state, batch(i))
 print(f"loss {metrics['loss']:.3f}")
 

@@ -55,7 +55,7 @@ def train(stage, max_live_bytes=256 * 1024):
         fds.shard_optimizer(dp, stage=stage, bucket_bytes=64 * 1024, max_live_bytes=max_live_bytes), fds.adamw(lr=3e-3)
     )(loss_fn)
     state = step.init(fds.recipe(Model), key=0)  # layer by layer: the whole model is never in one place
-    for i in range(10):
+    for i in range(4):
         rows = [x.chunk(dp.size)[dp.index] for x in batch(i)]
         with fds.collectives.counted() as traffic:
             state, _ = step(state, rows)
@@ -82,7 +82,7 @@ assert len({told.unused for _, told, _ in passing}) > 1
 # all ranks take one path; here a bucket's sum may begin with the ranks that do not use it.
 assert all(apart(after, passing[0][0]) == 0 for after, _, _ in passing)
 assert apart(passing[0][0], kept[0][0]) < 1e-3
-print(f"stages 2 and 3 differ by {apart(passing[0][0], kept[0][0]):.1e} after 10 updates")
+print(f"stages 2 and 3 differ by {apart(passing[0][0], kept[0][0]):.1e} after 4 updates")
 
 # A bound without room for a bucket and the next one in flight is an error before training starts.
 try:

@@ -56,7 +56,7 @@ loss_fn = fds.Layers(
 def train(transforms, rows_of=lambda rows: rows):
     step = fds.compose(*transforms, fds.clip_by_global_norm(0.5), fds.adamw(lr=3e-3))(loss_fn)
     state = step.init(loss_fn.init, key=0)
-    for i in range(10):
+    for i in range(4):
         with fds.collectives.counted() as traffic:  # after the loop, that of the last step
             state, metrics = step(state, [rows_of(x) for x in batch(i)])
     return step.params(state), metrics, step.describe(state), traffic

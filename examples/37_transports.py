@@ -57,7 +57,7 @@ def loss_fn(params, batch):
     return F.cross_entropy(apply(params, tokens).flatten(0, 1), following.flatten())
 
 
-def train(ways, calls=20):
+def train(ways, calls=10):
     mesh = fds.mesh(node=2, local=2)  # ranks 0 and 1 are one node, 2 and 3 the other
     data = mesh["node", "local"]
     shard = fds.shard_optimizer(data, stage=3, bucket_bytes=128 * 1024, **ways(mesh))

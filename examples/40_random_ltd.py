@@ -15,8 +15,8 @@ import fds
 
 torch.set_num_threads(1)  # a model this small is fastest on one
 text = torch.tensor(list(inspect.getsource(textwrap).encode()))
-windows = text.unfold(0, 65, 1)  # 64 bytes, and for each of them the one that follows
-WIDTH, HEADS, LAYERS, TOKENS, CALLS = 32, 2, 4, 64, 40
+windows = text.unfold(0, 33, 1)  # 32 bytes, and for each of them the one that follows
+WIDTH, HEADS, LAYERS, TOKENS, CALLS = 32, 2, 4, 32, 40
 
 
 def batch(i, rows=16):
@@ -64,7 +64,7 @@ def loss_fn(params, batch):
     return F.cross_entropy(apply(params, batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-kept = fds.schedules.fixed_linear(TOKENS // 4, TOKENS, CALLS, difficulty_step=8)
+kept = fds.schedules.fixed_linear(TOKENS // 4, TOKENS, CALLS, difficulty_step=4)
 middle = range(1, LAYERS - 1)  # all but the first and the last of `blocks`
 rate = fds.schedules.warmup_cosine(1e-2, warmup_steps=5, total_steps=CALLS)
 followed = fds.schedules.by_layer_tokens(rate, kept, TOKENS, layers=len(middle), total=LAYERS)

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks import cable, harness, pipeline, ranks, report, storage
 from tests.ranks import Pool
+from tests.tuning import starting
 
 ROOT = Path(__file__).parents[2]
 NAMES = re.findall(r"^bench-([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
@@ -72,6 +73,7 @@ def run(monkeypatch, capsys, pool, request):
     monkeypatch.setattr(
         storage, "launch", lambda setting, work, *rest: launch(work, setting, *rest, num_ranks=setting.num_ranks)[0]
     )
+    starting.warm(monkeypatch)
     monkeypatch.setattr(harness, "PAIRS_PER_MAKING", 4)
     monkeypatch.setattr(pipeline, "MEMORY_RUNS", 1)
 

@@ -6,6 +6,7 @@ Where they meet is a store that a further process hosts, so that any of them may
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -204,6 +205,7 @@ def check(rows: list[dict[str, Any]], kind: str, calls: int) -> None:
     assert seen == set(want)
 
 
+@functools.cache
 def undisturbed(kind: str, calls: int, ranks_: int = 1) -> dict[int, tuple[float, float]]:
     """Return loss and learning rate of each call of the run that nothing disturbs, on one rank."""
     step, loader = job.compose(kind, ranks_)

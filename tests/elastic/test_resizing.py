@@ -9,12 +9,12 @@ from collections.abc import Callable
 import fds
 from tests.elastic import agents
 
-CALLS = 400
+CALLS, PAUSE = 100, 2.0  # 200 s of calls, which are more than all starts take; at the end ranks hurry through the rest
 LIMIT = 150.0  # seconds; a start takes two on an idle machine, but torch's agents may need 60 to find together
 
 
 def test_ranks_are_lost_and_join_and_the_losses_are_those_of_one_process(tmp_path):
-    with agents.nodes(tmp_path, "dp0", CALLS) as job:
+    with agents.nodes(tmp_path, "dp0", CALLS, PAUSE) as job:
 
         def after(event: Callable[[], object], ranks: int) -> None:
             since = time.time()

@@ -165,8 +165,12 @@ def test_kernels_compute_what_the_reference_does(case, dtype, monkeypatch):
             for row in rows.values():
                 monkeypatch.setitem(row, "QUERIES", 32 if "parts" not in case else 16)
     layout, arguments = OF_KERNELS[case]
-    args = [x.to(DEVICE) for x in qkv(s=min(TOKENS, layout.tokens), dtype=dtype)]
-    options: dict[str, Any] = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    b = 2 if (case, dtype) == ("everything", torch.float32) else 1  # the interpreter takes its time
+    args = [x.to(DEVICE) for x in qkv(b, s=min(TOKENS, layout.tokens), dtype=dtype)]
+    of_rows = {name: x[:b] for name, x in arguments.items() if name in ("key_padding", "documents")}
+    options: dict[str, Any] = {
+        name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in {**arguments, **of_rows}.items()
+    }
     results = []
     for kind in ("triton", "reference"):
         with only(kind):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fds.errors import StorageError
 from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.opening import Difference, differences, locate, open_source, verify
 from fds.storage.source import Source
+from tests import programs
 from tests.storage.states import Template, rewrite, state_of
 from tests.storage.topologies import Topology
 
@@ -312,12 +314,8 @@ def test_where_a_save_is_meant(run, monkeypatch):
 
 
 def test_it_runs_as_a_program(run, tmp_path):
-    def program(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "fds.storage", *map(str, arguments)], capture_output=True, text=True, check=False
-        )
-
-    done = program("diff", f"{run}:step00000001", run)
+    command = [sys.executable, "-m", "fds.storage", "diff", f"{run}:step00000001", run]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "params.w" in done.stdout and not done.stderr
-    done = program("show", tmp_path / "nowhere")
-    assert done.returncode == 2 and done.stderr.startswith("StorageError: ") and "Traceback" not in done.stderr
+    code, said = programs.run(Path(fds.storage.__path__[0]) / "__main__.py", "show", tmp_path / "nowhere", cwd=tmp_path)
+    assert code == 2 and said.startswith("StorageError: ") and "Traceback" not in said
