@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 import warnings
 import weakref
@@ -51,6 +52,8 @@ class Program:
         self._process.start()
         weakref.finalize(self, self._process.kill)
         self.pid: int = self._process.pid
+        while leads_session and self.poll() is None and os.getsid(self.pid) != self.pid:
+            time.sleep(0.001)
 
     @property
     def returncode(self) -> int | None:
@@ -100,7 +103,9 @@ def _main(log: str, words: list[str], folder: str, environment: dict[str, str], 
     os.chdir(folder)
     sys.argv[:] = words
     path = words[0]
-    sys.path[:] = [str(Path(path).parent), *(p for p in sys.path if p and ROOT not in (Path(p), Path(p).parent))]
+    asked = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
+    rest = (p for p in sys.path if p and ROOT not in (Path(p), Path(p).parent))
+    sys.path[:] = [str(Path(path).parent), *asked, *rest]
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]  # this very module, which the program would not find
     main = sys.modules["__main__"] = types.ModuleType("__main__")

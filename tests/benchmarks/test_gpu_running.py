@@ -6,22 +6,40 @@ import os
 import subprocess
 import sys
 import time
+import types
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import attrs
 import pytest
 
-from benchmarks.gpu import merging, program, running, testing
+from benchmarks.gpu import merging, program, running, testing, worker
 from benchmarks.gpu.needed import what_is_missing
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.records import ERROR, FAILED, NO_TIME, PASSED, Record, Records, counted
 from benchmarks.gpu.worker import LISTED
+from tests.programs import Program
 
 PART = Part("counters", "cases of all kinds", 60.0, "tests.benchmarks.gpu_cases")
 
 
-def test_a_case_that_fails_hangs_or_crashes_leaves_the_others_alone_and_later_calls_go_on_behind_it(tmp_path):
+class Worker(Program):
+    """A process of a part, forked from one that has imported torch, which takes a fresh interpreter 3 s."""
+
+    def __init__(self, words, *, cwd, env, stdout, stderr, stdin, process_group):
+        assert words[:3] == [sys.executable, "-m", "benchmarks.gpu.worker"] and stdout is stderr and process_group == 0
+        log = Path(stdout.name)
+        super().__init__(Path(worker.__file__), *words[3:], cwd=cwd, env=env, log=log, leads_session=True)
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Fork the processes of parts; a fresh one is in the rehearsal below."""
+    theirs = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
+    monkeypatch.setattr(running, "subprocess", types.SimpleNamespace(Popen=Worker, **theirs))
+
+
+def test_a_case_that_fails_hangs_or_crashes_leaves_the_others_alone_and_later_calls_go_on_behind_it(tmp_path, forked):
     call, records = running.Call(tmp_path, "cpu"), Records(tmp_path)
     records.begin({})
     running.run(call, PART, records, time.monotonic() + 300)
@@ -41,7 +59,7 @@ def test_a_case_that_fails_hangs_or_crashes_leaves_the_others_alone_and_later_ca
     assert {r.case for r in records.records if r.call == 1 and r.status == PASSED} >= records.done(PART.name)
 
 
-def test_a_part_that_cannot_say_its_cases_is_an_error_and_not_tried_for_ever(tmp_path):
+def test_a_part_that_cannot_say_its_cases_is_an_error_and_not_tried_for_ever(tmp_path, forked):
     records = Records(tmp_path)
     records.begin({})
     part = Part("counters", "a module that is not there", 60.0, "tests.benchmarks.no_such_module")

@@ -1,8 +1,6 @@
 """Trials in processes that are forked from one that has imported torch, which takes a fresh interpreter 3 s."""
 
-import os
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -16,8 +14,6 @@ class Script(Program):
     def __init__(self, command, *, env, stdout, stderr, start_new_session):
         assert command[0] == sys.executable and stdout is stderr and start_new_session
         super().__init__(Path(command[1]), *command[2:], env=env, log=Path(stdout.name), leads_session=True)
-        while self.poll() is None and os.getsid(self.pid) != self.pid:
-            time.sleep(0.001)
 
 
 def warm(patch):
