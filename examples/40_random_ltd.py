@@ -43,6 +43,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    rates: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Embedding(256, WIDTH), nn.Linear(WIDTH, 256)
