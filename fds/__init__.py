@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.curriculum import curriculum
     from fds.transforms.local_updates import local_updates
     from fds.transforms.precision import autocast, precision
+    from fds.transforms.batch_invariant import batch_invariant
     from fds.transforms.quantize_weights import quantize_weights
     from fds.transforms.checkpoint_activations import checkpoint_activations
     from fds.transforms.layer_drop import layer_drop
@@ -165,6 +166,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.curriculum": "curriculum",
         "fds.transforms.local_updates": "local_updates",
         "fds.transforms.precision": "autocast precision",
+        "fds.transforms.batch_invariant": "batch_invariant",
         "fds.transforms.quantize_weights": "quantize_weights",
         "fds.transforms.checkpoint_activations": "checkpoint_activations",
         "fds.transforms.layer_drop": "layer_drop",
@@ -226,6 +228,7 @@ __all__ = [
     "autocast",
     "autodiff",
     "bake",
+    "batch_invariant",
     "by_name",
     "check_ranks",
     "checkpoint_activations",

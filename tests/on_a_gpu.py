@@ -54,6 +54,7 @@ NOT_ON_A_GPU = {
     "tests/hf": "stand-ins of a few float64 numbers; not tried on a GPU",
     "tests/nn/parallel": "bytes and bounds of torch's kernel for the CPU; it has not been tried on a GPU",
     "tests/sequence_axis": "in float64, which the ring computes by torch's kernel for the CPU; not tried on a GPU",
+    "tests/transforms/test_batch_invariant.py": "bits of torch's operators for the CPU; it has not been tried on a GPU",
     "tests/transforms/test_checkpoint_memory.py": _DRAWN_FOR_A_CPU,
     "tests/transforms/test_checkpoint_store.py": _DRAWN_FOR_A_CPU,
     "tests/transforms/test_cuda_graph.py": _EMULATED,

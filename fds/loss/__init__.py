@@ -20,7 +20,7 @@ from fds.loss.microbatch import (
     places_of,
     run,
 )
-from fds.loss.modes import Around, Mode, ModuleMap, current as current_mode
+from fds.loss.modes import Around, Mode, ModuleMap, current as current_mode, show
 from fds.loss.module_copies import Root, check_no_originals
 from fds.loss.modules import functional
 from fds.loss.recipes import LayerSpec, Recipe, TiedLayerSpec, on_meta, recipe
@@ -70,6 +70,7 @@ __all__ = [
     "recipe",
     "row_of_one_class",
     "run",
+    "show",
     "structure_of",
     "with_buffers",
 ]

@@ -194,3 +194,9 @@ def raise_if_mixed(error: RuntimeError, params: dict, buffers: dict) -> None:
         hint=f"or module.{wide[0]} = module.{wide[0]}.{low}() before fds.functional(module): precision casts no "
         "buffers, since some (rotary frequencies, counts) are wrong in 16 bits",
     ) from error
+
+
+def show(x: Any) -> None:
+    """Let the outputs of an evaluation be this, unless a module is called after it."""
+    if (seen := current().seen) is not None:
+        seen[:] = [x]

@@ -1,5 +1,6 @@
 """Layers built from the kernels, and layers and functions of which the ranks of an axis compute parts."""
 
+from fds.nn._log_probs import log_probs
 from fds.nn.block_padding import pad_to_block, unpad
 from fds.nn.block_select_attention import BlockSelectAttention
 from fds.nn.parallel.attention import attention, document_mask
@@ -19,7 +20,7 @@ from fds.nn.transformer_layer import TransformerLayer, from_bert
 __all__ = [
     "MLP", "BertSparseSelfAttention", "BlockSelectAttention", "ColumnLinear", "RowLinear", "SelfAttention",
     "SparseSelfAttention", "TransformerConfig", "TransformerLayer", "VocabEmbedding", "allow_mixing", "attention",
-    "auto_plan", "column", "document_mask", "from_bert", "heads", "linear_cross_entropy", "pad_to_block",
-    "replicated", "row", "sequence", "sparse_attention", "split", "unpad", "vocab", "vocab_cross_entropy",
-    "zigzag", "zigzag_positions",
+    "auto_plan", "column", "document_mask", "from_bert", "heads", "linear_cross_entropy", "log_probs",
+    "pad_to_block", "replicated", "row", "sequence", "sparse_attention", "split", "unpad", "vocab",
+    "vocab_cross_entropy", "zigzag", "zigzag_positions",
 ]  # fmt: skip

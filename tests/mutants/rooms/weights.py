@@ -1,9 +1,10 @@
-"""Mutants of whole weights that are handed out: what is gathered, in which order, and what a consumer leaves."""
+"""Mutants of whole weights that are handed out: what is gathered, in which order, what a consumer leaves; rows."""
 
 from tests.mutants.mutant import Mutant
 
 STREAM, PLAN, NAMES = "fds/step/weights/stream.py", "fds/step/weights/plan.py", "fds/step/weights/names.py"
 TESTS = "tests/sharding/test_weights.py"
+PRODUCTS, ROWS = "fds/transforms/batch_invariant/products.py", "tests/transforms/test_batch_invariant.py"
 
 MUTANTS = (
     Mutant(
@@ -69,5 +70,29 @@ MUTANTS = (
         "        if self.over:\n            raise StopIteration\n        if False:\n            raise StateError(",
         "a consumer whose weights were ended by another call takes what it has for all of them",
         TESTS,
+    ),
+    Mutant(
+        "a-tile-as-large-as-the-batch",
+        PRODUCTS,
+        "left = _padded(a, _up(m, ROWS), inner)",
+        "return a @ b",
+        "a library is given as many rows as there are, and computes them by other kernels",
+        ROWS,
+    ),
+    Mutant(
+        "sums-in-the-order-of-the-library",
+        PRODUCTS,
+        "    size = 1 << (n - 1).bit_length()",
+        "    return x.sum(-1)\n    size = 1 << (n - 1).bit_length()",
+        "sums over padded rows are added in another order",
+        ROWS,
+    ),
+    Mutant(
+        "the-ends-of-tensors-by-other-code",
+        "fds/transforms/batch_invariant/operators.py",
+        "    size = max(1, -(-numel // BLOCK)) * BLOCK\n",
+        "    return function(*args, **kwargs)\n    size = max(1, -(-numel // BLOCK)) * BLOCK\n",
+        "the last elements of a tensor are computed by other code than the same ones among more",
+        ROWS,
     ),
 )
