@@ -110,10 +110,10 @@ def _in_blocks(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Te
     ]
     parts = list[Tensor]()
     for start in range(0, size, BLOCK):
-        given = list(args)
+        arguments = list(args)
         for i, x in zip(at, flat, strict=True):
-            given[i] = x[start : start + BLOCK]
-        parts.append(function(*given, **kwargs))
+            arguments[i] = x[start : start + BLOCK]
+        parts.append(function(*arguments, **kwargs))
     return torch.cat(parts)[:numel].view(shape)
 
 
