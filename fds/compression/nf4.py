@@ -78,7 +78,7 @@ def _scales(largest: Tensor) -> tuple[Tensor, Tensor]:
     ends = torch.stack([padded.amin(2), padded.amax(2)], 2).to(torch.bfloat16)
     low, high = ends.float().unbind(2)
     step = torch.where(high > low, high - low, 1).unsqueeze(2)
-    places = ((padded - low.unsqueeze(2)) * 255 / step).round().clamp(0, 255).to(torch.uint8)
+    places = ((padded - low.unsqueeze(2)) / step * 255).round().clamp(0, 255).to(torch.uint8)
     return ends, places.view(n, -1)[:, :blocks]
 
 

@@ -43,6 +43,12 @@ def test_no_number_is_off_by_more_than_stated(c):
         assert ((a - b).abs() <= 0.153 * a.abs().amax(1, keepdim=True) + whole / 200).all()
 
 
+def test_codes_of_the_largest_numbers_are_those_of_small_ones():
+    x = rows(130)
+    large = nf4.numbers(nf4.pack(x * 2.0**120), torch.float32)
+    assert torch.equal(large, nf4.numbers(nf4.pack(x), torch.float32) * 2.0**120)
+
+
 def test_bytes_are_the_formula_and_lengths_follow_from_them():
     for c in range(2, 70000, 2):
         assert nf4.length.__wrapped__(nf4.width(c)) == c
