@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fds
-from fds.errors import LossError
+from fds.errors import ComposeError, LossError
 from fds.transforms.batch_invariant import products
 
 VOCABULARY = 53
@@ -148,6 +148,8 @@ def test_gradients_are_those_of_the_plain_step_to_rounding():
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12, msg=name)
 
 
+torch.manual_seed(3)
+GRU = nn.GRU(11, 5, batch_first=True).requires_grad_(False)
 ROWWISE = {
     "a convolution": lambda x: F.conv1d(x[:, None], torch.linspace(-1, 1, 15).view(3, 1, 5)),
     "a pool": lambda x: x.view(len(x), 4, -1).mean(1),
@@ -158,6 +160,10 @@ ROWWISE = {
     "of columns": lambda x: (torch.linspace(-1, 1, 96).view(3, 32) @ x[:, :32].T).T,
     "a softmax of another dim": lambda x: x.view(len(x), 4, -1).softmax(1).logsumexp(2),
     "powers": lambda x: x.abs() ** 1.7 + torch.atan2(x, x + 1),
+    "group norm": lambda x: F.group_norm(x.view(len(x), 4, -1), 2, torch.arange(4.0), torch.ones(4)),
+    "batch norm": lambda x: F.batch_norm(x, torch.zeros(44), torch.linspace(1, 2, 44), torch.ones(44), torch.ones(44)),
+    "a recurrence": lambda x: GRU(x.view(len(x), 4, 11))[0],
+    "the largest of windows": lambda x: F.max_pool1d(x[:, None].exp(), 3),
     "vectors": lambda x: x @ torch.linspace(-1, 1, x.shape[1]),
 }
 
@@ -187,6 +193,7 @@ def test_where_tiles_are_not_alike_elements_are_multiplied_one_by_one(k, monkeyp
 
 BAD = {
     "an operator of which nothing is known": (lambda x: torch.linalg.inv(x.T @ x), "nothing is known"),
+    "batch norm in training": (lambda x: F.batch_norm(x, None, None, training=True), "by all others"),
     "a norm of another order": (lambda x: x.norm(3), "no such norm"),
 }
 
@@ -197,3 +204,9 @@ def test_what_it_cannot_promise_is_refused(function, what):
     state = step.init({"w": torch.ones(1)})
     with pytest.raises(LossError, match=what):
         step.evaluate(state, torch.randn(4, 4))
+
+
+def test_a_compiler_that_would_choose_other_operators_is_refused():
+    with pytest.raises(ComposeError, match="cannot be one graph") as caught:
+        fds.compose(fds.batch_invariant(), fds.compile(whole=True), fds.sgd(0.1))(lambda p, x: p["w"].sum())
+    assert "batch_invariant" in caught.value.got

@@ -63,7 +63,9 @@ class OneGraph(Recorder):
     def refuse(self, step: Stations) -> None:
         """Raise `ComposeError` for a step that cannot be one graph."""
         meeting = "ranks that share a step meet between its parts; fds.compile() compiles the loss alone"
-        refuse_first("this step cannot be one graph", elsewhere(step, meeting=meeting))
+        apart = ", ".join(str(x) for x in step.contexts if not getattr(x, "in_one_graph", True))
+        chosen = (apart, "fds.compile(), or neither", "a compiler computes by operators of its own, with other bits")
+        refuse_first("this step cannot be one graph", [chosen, *elsewhere(step, meeting=meeting)])
 
     def open(self, device: torch.device) -> Recordings:
         """Return an empty cache."""

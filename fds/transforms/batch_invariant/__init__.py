@@ -20,11 +20,12 @@ from fds.transforms.batch_invariant.operators import Invariant
 _math: Any = sdpa_kernel
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class InvariantForward:
     """The context in which the loss runs forward, in training and in evaluation."""
 
     draws: ClassVar = False
+    in_one_graph: ClassVar = False  # compiled, elementwise functions have other bits than in an evaluation
 
     def __call__(self, call: Call) -> contextlib.ExitStack:
         """Return the context for the device of a call."""
@@ -34,6 +35,9 @@ class InvariantForward:
         invariant: Any = Invariant()
         stack.enter_context(invariant)
         return stack
+
+    def __repr__(self) -> str:
+        return "batch_invariant()"
 
 
 @transform
@@ -49,7 +53,8 @@ def batch_invariant():
     CPU or GPU rounds otherwise. A mask, or causal attention, must hide what stands after a row; padding before a row
     moves its sums. Draws of dropout are those of places in a batch.
 
-    Raises `LossError` for an operator of which nothing is known, such as fused layers of torch's fast path.
+    Raises `LossError` for an operator of which nothing is known, such as fused layers of torch's fast path, and for
+    batch norm in training; `ComposeError` together with `compile(whole=True)`.
     """
 
     def apply(step: Step) -> Step:

@@ -27,12 +27,12 @@ _EXACT = """abs bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_
 _ROWWISE = """_local_scalar_dense _to_copy _unsafe_index _unsafe_view all amax amin aminmax any arange argmax argmin
     argsort as_strided bernoulli bucketize cat clone constant_pad_nd copy cummax cummin cumsum detach embedding
     empty empty_like empty_strided equal expand eye fill flip full full_like gather im2col index index_copy
-    index_fill index_put index_select isin lift lift_fresh linspace masked_scatter masked_select max median min
-    mse_loss native_dropout native_layer_norm new_empty new_empty_strided new_full new_ones new_zeros
-    nll_loss2d_forward nll_loss_forward nonzero normal ones ones_like pixel_shuffle rand rand_like randint randn
-    randn_like repeat repeat_interleave resize roll rot90 scalar_tensor scatter searchsorted select_scatter
-    slice_scatter smooth_l1_loss sort split split_with_sizes stack topk tril triu unbind uniform unsafe_split
-    unsafe_split_with_sizes zero zeros zeros_like"""
+    index_fill index_put index_select isin lift lift_fresh linspace masked_scatter masked_select max
+    max_pool2d_with_indices median min mse_loss native_dropout native_layer_norm new_empty new_empty_strided
+    new_full new_ones new_zeros nll_loss2d_forward nll_loss_forward nonzero normal ones ones_like pixel_shuffle rand
+    rand_like randint randn randn_like repeat repeat_interleave resize roll rot90 scalar_tensor scatter searchsorted
+    select_scatter slice_scatter smooth_l1_loss sort split split_with_sizes squeeze stack swapaxes t topk transpose
+    tril triu unbind uniform unsafe_split unsafe_split_with_sizes unsqueeze zero zeros zeros_like"""
 PLAIN = frozenset([*_EXACT.split(), *_ROWWISE.split()])
 
 
@@ -217,6 +217,45 @@ def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float
     return (y if weight is None else y * weight).to(x.dtype), rstd
 
 
+def _group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, channels: int, size: int, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = _wide(x).reshape(n, groups, -1)
+    var, mean = _var_mean(rows, 2, correction=0)
+    rstd = (var + eps).rsqrt()
+    y = ((rows - mean[..., None]) * rstd[..., None]).reshape(n, channels, size)
+    y = _affine(y, weight, bias).reshape(x.shape)
+    return y.to(x.dtype), mean.to(x.dtype), rstd.to(x.dtype)
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if training or mean is None or var is None:
+        raise LossError(
+            "batch_invariant: batch norm in training computes a row by all others",
+            where="aten.native_batch_norm",
+            got="statistics of the batch",
+            want="an evaluation, or layer, group or RMS norm",
+        )
+    rows = _wide(x).reshape(x.shape[0], x.shape[1], -1)
+    rows = (rows - mean[:, None]) * (var + eps).rsqrt()[:, None]
+    return _affine(rows, weight, bias).reshape(x.shape).to(x.dtype), x.new_empty(0), x.new_empty(0)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return x (n, channels, size) times a weight plus a bias, (channels,)."""
+    x = x if weight is None else x * weight[:, None]
+    return x if bias is None else x + bias[:, None]
+
+
 # --- Softmax and attention
 
 
@@ -293,6 +332,8 @@ RULES: dict[str, Callable[..., Any]] = {
     "std": _std,
     "linalg_vector_norm": _norm,
     "_fused_rms_norm": _rms_norm,
+    "native_group_norm": _group_norm,
+    "native_batch_norm": _batch_norm,
     "_softmax": _softmax,
     "_safe_softmax": _safe_softmax,
     "_log_softmax": _log_softmax,
