@@ -89,7 +89,7 @@ def export_dcp(
         with ranks.together() as exchange:
             exchange.mine = str(publishing.enter_context(_publishing(to))) if ranks.index == 0 else ""
         writer = writer_of(exchange.all[0])
-        with ranks.together() as exchange, write_errors(to):
+        with ranks.together() as exchange, write_errors(to), _torchs_errors(to):
             exchange.mine = plan.write(writer, pieces, ranks)
         with ranks.together(), write_errors(to):
             if ranks.index == 0:
@@ -97,6 +97,16 @@ def export_dcp(
         with ranks.together(), write_errors(to):
             publishing.close()  # the folder gets its name
     return to
+
+
+@contextlib.contextmanager
+def _torchs_errors(folder: Path) -> Iterator[None]:
+    """Turn torch's error of a file that cannot be written, such as on a full disk, into a `StorageError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        what, want = "the file system refuses this export", f"a directory that can be written: {folder}"
+        raise refusal(what, str(folder), str(error)[:200], want, "nothing is under this name") from error
 
 
 @contextlib.contextmanager

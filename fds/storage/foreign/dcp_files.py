@@ -34,7 +34,7 @@ Keys = tuple[str, ...]  # that lead to something in a state dict
 METADATA = ".metadata"
 MAX_METADATA, MAX_VALUE = 2**31, 2**24  # bytes
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", "pathlib")
-_MODULES += ("pathlib._local",)  # of Python 3.13
+_MODULES += ("pathlib._local", "torch.distributed._shard.sharded_tensor.metadata")  # of Python 3.13; before torch 2.3
 _TENSOR = ("_rebuild_tensor_v2", "_rebuild_tensor_v3")
 _NAMES = {"torch.serialization._get_layout", "collections.OrderedDict", *(f"torch._utils.{name}" for name in _TENSOR)}
 _WANT = "a checkpoint that torch.distributed.checkpoint wrote"
@@ -239,7 +239,7 @@ class _Part(io.RawIOBase):
 
 def read_box(tensor: SavedTensor, box: Box, start: int, out: Tensor) -> None:
     """Fill `out`, contiguous (length,), with elements of a flattened box of a tensor. Raises `StorageError`."""
-    wanted = boxes.rectangles(box, start, start + out.numel())
+    wanted, count = boxes.rectangles(box, start, start + out.numel()), 0
     for item in tensor.items:
         shared = [(at, rectangle, boxes.common(rectangle, item.box)) for at, rectangle in wanted]
         parts = [(at, rectangle, both) for at, rectangle, both in shared if both is not None]
@@ -257,11 +257,15 @@ def read_box(tensor: SavedTensor, box: Box, start: int, out: Tensor) -> None:
                     _read(part, begin, strides, boxes.sizes(item.box), inside(item.box), x)
                     if x is not view:
                         view.copy_(x)
+                    count += x.numel()
         except StorageError:
             raise
         except Exception as error:  # of a damaged zip, or pickle
             got = f"{type(error).__name__}: {error}"[:200]
             raise refusal("a tensor of the checkpoint cannot be read", str(item), got, _WANT) from error
+    if count != out.numel():  # parts that overlap, of as many elements as the tensor has
+        where = str(tensor.items[0]) if tensor.items else ""
+        raise refusal("the parts of a tensor do not make it", where, f"{count} elements", f"{out.numel()}")
 
 
 def _read(part: _Part, begin: int, strides: tuple[int, ...], shape: tuple[int, ...], inside: Box, out: Tensor) -> None:

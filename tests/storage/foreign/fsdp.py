@@ -52,14 +52,13 @@ def groups(named: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def job(seed: int, policy: MixedPrecisionPolicy, *, grouped: bool = True) -> tuple[Any, torch.optim.Optimizer]:
+def job(seed: int, policy: MixedPrecisionPolicy) -> tuple[Any, torch.optim.Optimizer]:
     """Return the sharded model and its optimizer."""
     model = Net(seed)
     for layer in (model.first, model.norm, model.last):
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    chosen: Any = groups(model.named_parameters()) if grouped else model.parameters()
-    return model, torch.optim.AdamW(chosen, lr=0.01, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    return model, torch.optim.AdamW(groups(model.named_parameters()), lr=0.01, betas=BETAS, eps=EPS, weight_decay=DECAY)
 
 
 def go_on(model: Any, optimizer: torch.optim.Optimizer, calls: Iterable[int]) -> list[float]:
@@ -103,14 +102,11 @@ def train(folder: Path, low: bool = False) -> tuple[dict[str, Any], list[float],
     return saved, go_on(model, optimizer, AFTER), whole(model, optimizer)
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], list[float], dict[str, Any]]:
+def load(folder: Path) -> tuple[dict[str, Any], list[float], dict[str, Any]]:
     """Load into another model and optimizer; return what they have then, and the losses and the end after it."""
     model, optimizer = job(1, MixedPrecisionPolicy())
-    if dtype is not torch.float32:
-        model = model.to(dtype)
     state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optim"])
-    loaded = whole(model, optimizer)
-    return loaded, go_on(model, optimizer, AFTER) if dtype is torch.float32 else [], whole(model, optimizer)
+    return whole(model, optimizer), go_on(model, optimizer, AFTER), whole(model, optimizer)

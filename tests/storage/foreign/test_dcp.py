@@ -113,3 +113,16 @@ def test_fsdp2_goes_on_with_the_bits_of_a_state(trained, tmp_path):
         assert_same_bits(leaves(after), end)
     dcp_to_torch_save(tmp_path / "out", tmp_path / "out.pt")
     assert_same_bits(leaves(torch.load(tmp_path / "out.pt", weights_only=True)), saved)
+
+
+def test_masters_of_mixed_precision_stay_what_they_are(tmp_path):
+    saved, losses, _ = ranks.run(fsdp.train, tmp_path, True)[0]
+
+    def on_ranks():
+        step, params = made(fds.precision(torch.bfloat16), sharded(3))
+        state, _ = fds.import_dcp(tmp_path / "named", step, params)
+        assert_same_bits(held(state, step), leaves(saved))
+        _, got = go_on(step, state, fsdp.AFTER)
+        assert got == pytest.approx(losses, rel=2**-7)  # the last bit of bfloat16
+
+    fds.simulate(on_ranks, 2)

@@ -241,6 +241,14 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
 
+        def broken(*_):
+            raise RuntimeError("[enforce fail at inline_container.cc] unexpected pos")  # torch's, on a full disk
+
+        patched.setattr(torch, "save", broken)
+        with pytest.raises(StorageError, match="file system"):
+            fds.export_dcp(state, step, tmp_path / "broken")
+    with monkeypatch.context() as patched:
+
         def full(*_):
             raise OSError(28, "No space left on device")
 
