@@ -64,7 +64,8 @@ def masked_forward(
 ) -> tuple[Tensor, Tensor]:
     """Do what `forward` does where a mask says which keys a query sees: bool, broadcastable to (B, H, Sq, Sk)."""
     if q.device.type == "cpu":
-        out, lse = _cpu_forward(q, _heads(k, q), _heads(v, q), 0.0, causal, attn_mask=_added(q, visible), scale=scale)
+        rows = _in_rows(q, _heads(k, q), _heads(v, q))
+        out, lse = _cpu_forward(*rows, 0.0, causal, attn_mask=_added(q, visible), scale=scale)
         return out, lse if visible is None else lse.masked_fill(_unseeing(q, visible, causal), -math.inf)
     s = _scores(q, k, causal, visible, scale)
     lse = s.logsumexp(-1)
@@ -95,10 +96,8 @@ def masked_backward(
     """Do what `backward` does where a mask says which keys a query sees, as `masked_forward` takes it."""
     lse = torch.where(lse == -math.inf, math.inf, lse)
     if q.device.type == "cpu":
-        others = out, lse, 0.0, causal
-        dq, dk, dv = _cpu_backward(
-            dout, q, _heads(k, q), _heads(v, q), *others, scale=scale, attn_mask=_added(q, visible)
-        )
+        rows = _in_rows(dout, q, _heads(k, q), _heads(v, q), out)
+        dq, dk, dv = _cpu_backward(*rows, lse, 0.0, causal, scale=scale, attn_mask=_added(q, visible))
         return dq, _grouped(dk, k), _grouped(dv, k)
     weights = _weights(_scores(q, k, causal, visible, scale), lse)
     dout, wide = _wide(dout), _wide(q)
@@ -113,6 +112,11 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     base = both.masked_fill(both == -math.inf, 0.0)  # no key yet
     out.mul_((lse - base).exp_()[..., None]).addcmul_(other.to(out.dtype), (other_lse - base).exp_()[..., None])
     lse.copy_(both)
+
+
+def _in_rows(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors whose features lie side by side, as torch's kernels read them whatever their strides say."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -69,6 +69,44 @@ def test_values_and_gradients_are_those_of_one_mask(mask, small):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
+def turned(x):
+    """Return the same numbers, whose features do not lie side by side."""
+    return x.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("how", [{"window": 6}, {"documents": made()[4]}], ids=["window", "documents"])
+def test_it_does_not_matter_how_tensors_lie(how, small):
+    """A gradient of a sum is one number, expanded; torch reads features one after another, whatever strides say."""
+    *qkv, dout, _, _ = made()
+    one = torch.ones((), dtype=DTYPE).expand(dout.shape)
+    for arrange in (turned, lambda x: x):
+        q, k, v = (arrange(x).requires_grad_() for x in qkv)
+        for grad in (turned(dout), one):
+            masks = how.get("documents"), None, True, how.get("window")
+            got, want = fds.kernels.attention(q, k, v, causal=True, **how), by_one_mask(q, k, v, *masks)
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+            pairs = (torch.autograd.grad(out, [q, k, v], grad) for out in (got, want))
+            for x, y in zip(*pairs, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+def test_it_does_not_matter_how_tensors_lie_in_a_ring():
+    *qkv, _, _, _ = made()
+    qkv = [turned(x).requires_grad_() for x in qkv]
+    want = by_one_mask(*qkv, None, None, True, None)
+    want = [want, *torch.autograd.grad(want.sum(), qkv)]
+
+    def body():
+        axis = fds.mesh(sp=2)["sp"]
+        cut = lambda x: x.detach().chunk(2, 2)[axis.index]
+        q, k, v = (turned(cut(x)).requires_grad_() for x in qkv)
+        out = fds.nn.attention(q, k, v, axis=axis, causal=True, method="ring")
+        for x, y in zip([out, *torch.autograd.grad(out.sum(), [q, k, v])], want, strict=True):
+            torch.testing.assert_close(x, cut(y), rtol=1e-10, atol=1e-12)
+
+    fds.simulate(body, 2)
+
+
 @pytest.mark.parametrize(
     ("how", "window"),
     [({"method": "ulysses"}, 9), ({"method": "ulysses", "layout": "zigzag"}, 9), ({"method": "ring"}, 9),

@@ -213,4 +213,12 @@ MUTANTS = (
         "rows that ranks do not divide are cut into unequal parts",
         "tests/hf/test_parts.py",
     ),
+    Mutant(
+        "kernels-read-features-side-by-side",
+        "fds/kernels/partial_attention.py",
+        "x if x.stride(-1) == 1 else x.contiguous()",
+        "x",
+        "the gradient of a sum is read as if it had memory",
+        "tests/kernels/test_attention_blocks.py -k lie",
+    ),
 )
