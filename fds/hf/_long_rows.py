@@ -134,8 +134,9 @@ def part(batch: Mapping[str, Tensor], axis: Axis, *, layout: Layout = "contiguou
     """
     for name, value in (("axis", axis), ("layout", layout)):
         _RULES[name].check("hf.part", name, value, ComposeError)
-    ids = _checked(batch)
-    (rows, length), mask = ids.shape, batch.get("attention_mask")
+    batch = _checked(batch)
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    rows, length = ids.shape
     positions, documents = batch.get("position_ids"), batch.get("documents")
     labels = batch.get("labels", ids)
     if mask is not None:
@@ -171,8 +172,8 @@ def _cut(axis: Axis, layout: Layout) -> str:
     return f"part {axis.index} of {axis.size}" + f", {layout}" * (axis.size > 1)
 
 
-def _checked(batch: Any) -> Tensor:
-    """Return the tokens of a batch. Raises `LossError` for what is no batch of whole rows."""
+def _checked(batch: Any) -> dict[str, Tensor]:
+    """Return a batch, in int64. Raises `LossError` for what is no batch of whole rows."""
     if not isinstance(batch, Mapping) or "input_ids" not in batch or (others := batch.keys() - set(_GIVEN)):
         got = f"{', '.join(sorted(map(str, others)))}" if isinstance(batch, Mapping) and "input_ids" in batch else ""
         want = f"a dict with input_ids, and of {', '.join(_GIVEN[1:])}"
@@ -183,12 +184,13 @@ def _checked(batch: Any) -> Tensor:
     ids: Any = batch["input_ids"]
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
     for name, x in cast("Mapping[str, Any]", batch).items():
-        is_whole = isinstance(x, Tensor) and not x.is_floating_point() and len(shape) == 2 and tuple(x.shape) == shape
+        is_whole = isinstance(x, Tensor) and len(shape) == 2 and tuple(x.shape) == shape and x.numel() > 0
+        is_whole = is_whole and not (x.is_floating_point() or x.is_complex()) and x.layout is torch.strided
         if not is_whole or (name != "attention_mask" and x.dtype == torch.bool):
             got = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
             want = "(B, S) integers" if not shape or name == "input_ids" else f"{shape} integers, as input_ids"
             raise LossError("hf.part takes whole rows", where=f"batch[{name!r}]", got=got, want=want)
-    return ids
+    return {name: x.long() for name, x in batch.items()}
 
 
 def _check(config: Any, axis: Axis, method: Method) -> None:

@@ -35,6 +35,13 @@ def test_zigzag_parts_are_those_of_attention():
     assert fds.simulate(body, 2) == [[1, 2, 3, 10, -100, -100], [4, 5, 6, 7, 8, 9]]
 
 
+def test_integers_of_any_width_are_taken():
+    rows = {"input_ids": torch.tensor([[5, 6, 250]], dtype=torch.uint8), "documents": torch.zeros(1, 3).to(torch.int16)}
+    part = fds.hf.part(rows, fds.mesh(sp=1)["sp"])
+    assert part["shift_labels"].tolist() == [[6, 250, -100]]
+    assert {x.dtype for name, x in part.items() if name != "cut"} == {torch.int64}
+
+
 def test_padding_has_no_targets_and_documents_follow_from_positions():
     axis = fds.mesh(sp=1)["sp"]
     mask = torch.tensor([[1, 1, 1, 0]])
@@ -51,6 +58,9 @@ def test_padding_has_no_targets_and_documents_follow_from_positions():
         ({"tokens": torch.zeros(2, 4, dtype=torch.int64)}, "takes whole rows"),
         ([1], "takes whole rows"),
         ({"input_ids": torch.zeros(4, dtype=torch.int64)}, "input_ids"),
+        ({"input_ids": torch.zeros(2, 4, dtype=torch.complex64)}, "input_ids"),
+        ({"input_ids": torch.zeros(2, 0, dtype=torch.int64)}, "input_ids"),
+        ({"input_ids": torch.zeros(2, 4, dtype=torch.int64).to_sparse()}, "input_ids"),
         ({"input_ids": torch.zeros(2, 4)}, "input_ids"),
         ({"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.zeros(2, 3, dtype=torch.int64)}, "labels"),
         ({"input_ids": torch.zeros(2, 4, dtype=torch.int64), "token_type_ids": torch.zeros(2, 4)}, "token_type_ids"),
