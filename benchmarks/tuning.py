@@ -1,10 +1,16 @@
-"""What `fds.tune` predicts of compositions beside what they take, all of them tried; and what its own order would find.
+"""What `fds.tune` predicts of every composition of ten problems beside what it takes, and what the tuner would choose.
 
-    python -m benchmarks.tuning                 # or: make bench-tuning (two ranks, ten minutes)
-    python -m benchmarks.tuning --quick         # two compositions, nothing written: does it all run?
+    python -m benchmarks.tuning                     # or: make bench-tuning (root for the cables, 16 minutes)
+    python -m benchmarks.tuning --only 2 4          # some problems, by their numbers
+    python -m benchmarks.tuning --quick             # one small problem, nothing written: does it all run?
+
+Problems differ in model, rows of the batch, ranks (two and four, of gloo), cables between them (three rates; each node
+is a core) and memory. Each composition is rehearsed and then trained in the same processes, so that both meet the
+machine as it is in those seconds. The tuner then searches with what is known as its journal, with a tenth of the trials
+of the sweep.
 
 Claims: seconds are predicted within 5% in the median and 15% at worst, before any trial; bytes within 3% in the median;
-the ranking ends with one within 5% of the best, after a tenth of the trials.
+the tuner's choice is within 5% of the best of the sweep in nine problems of ten.
 """
 
 # ruff: noqa: E402  (the path comes before what it leads to)
@@ -12,11 +18,13 @@ the ranking ends with one within 5% of the best, after a tenth of the trials.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
+import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,126 +37,232 @@ from gpt.model import gpt
 from rich.console import Console
 
 import fds
-from benchmarks import report
-from fds.tuning import Budget, Report, Row, Space, standard
+from benchmarks import cable, ranks, report
+from fds.collectives import worlds
+from fds.tuning import Budget, Report, Space, standard
+from fds.tuning.footprints import weigh
+from fds.tuning.journal import Journal
+from fds.tuning.problem import Problem
+from fds.tuning.rehearsal import rehearse
+from fds.tuning.search import name_of
+from fds.tuning.spaces import Candidate
+from fds.tuning.trials import run_candidate
 
-RANKS = 2
+SECONDS = 0.05  # of calls that are timed, five times over
+ADAMW = functools.partial(fds.adamw, 1e-3)
 
 
 @attrs.frozen
-class Problem:
-    """A GPT, and the batch of a step."""
+class Case:
+    """A GPT, the batch of a step, and the ranks that train it."""
 
     width: int
     layers: int
     rows: int
     context: int
+    ranks: int = 2
+    over: str = ""  # the rate of a cable, half of the ranks at each end; none: all on this machine
+    memory: float = 1.0  # of what the candidate that holds most holds: what a rank may
+
+    def problem(self) -> Problem:
+        """Return what is tuned."""
+        loss = gpt(width=self.width, layers=self.layers, heads=4)
+        draws = torch.Generator().manual_seed(0)
+        tokens = torch.randint(256, (self.rows, self.context + 1), generator=draws)
+        return Problem(self.space(), loss, loss.init, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+
+    def space(self) -> Space:
+        """Return ten compositions, or eleven."""
+        sizes = {"microbatches": (1, 4), "pipelines": (1, 2) if self.ranks == 2 else (1, 2, 4)}
+        everything = standard(ADAMW, self.ranks, **sizes)
+        return attrs.evolve(everything, allows=_Allows(everything.allows))
+
+    def __str__(self) -> str:
+        where = f"a cable of {self.over}" if self.over else "one machine"
+        model = f"width {self.width}, {self.layers} layers, {self.rows} x {self.context} bytes"
+        limit = "" if self.memory == 1.0 else f", memory {self.memory:.0%}"
+        return f"{self.ranks} ranks, {where}, {model}{limit}"
 
 
-PROBLEMS = {
-    "wide": Problem(width=384, layers=4, rows=16, context=128),
-    "deep": Problem(width=192, layers=8, rows=32, context=64),
-}
-QUICK = {"tiny": Problem(width=32, layers=2, rows=4, context=16)}
+@attrs.frozen
+class _Allows:
+    """Recomputation in pipelines alone; of them one stage of ZeRO, and no single microbatch that others wait for."""
+
+    before: Any
+
+    def __call__(self, axes: Mapping[str, int], choices: Mapping[str, Any]) -> bool:
+        piped = choices["stage"] == 0 and choices["microbatches"] > 1
+        return self.before(axes, choices) and (piped if "pp" in axes else not choices["recompute"])
 
 
-def adamw() -> fds.Optimizer:
-    """Return the rest of every composition."""
-    return fds.adamw(1e-3)
+CASES = (
+    Case(256, 4, 16, 64),
+    Case(128, 8, 32, 64),
+    Case(384, 2, 8, 64, memory=0.6),
+    Case(128, 4, 32, 64, ranks=4),
+    Case(256, 4, 16, 32, ranks=4, memory=0.7),
+    Case(128, 4, 16, 64, over="1gbit"),
+    Case(256, 2, 16, 64, over="1gbit", memory=0.7),
+    Case(128, 4, 32, 64, over="300mbit"),
+    Case(128, 4, 32, 32, over="100mbit"),
+    Case(128, 4, 16, 64, ranks=4, over="300mbit"),
+)
+QUICK = Case(32, 2, 8, 16)
 
 
-def whole_space() -> Space:
-    """Return 32 compositions on two ranks."""
-    return standard(adamw, RANKS, microbatches=(1, 4), pipelines=(1, RANKS))
+@attrs.frozen
+class Measured:
+    """What was found of a composition; of what was refused or failed, the text."""
+
+    candidate: Candidate
+    footprint: Any
+    rehearsal: Any = ""
+    trial: tuple[float, int] | None = None
+
+    @property
+    def error(self) -> float:
+        """How far the seconds that were predicted are from those that were measured, relative to these."""
+        assert self.trial is not None
+        return sum(self.rehearsal) / self.trial[0] - 1
+
+    @property
+    def error_of_bytes(self) -> float:
+        """How far the bytes that were predicted are from those that were measured, relative to these."""
+        assert self.trial is not None
+        return self.footprint["num_bytes"] / self.trial[1] - 1
 
 
-def small_space() -> Space:
-    """Return two."""
-    return standard(adamw, RANKS, stages=(0, 1), microbatches=(1,), recompute=(False,))
+def sweep(case: Case, seconds: float, few: int | None = None) -> list[Measured]:
+    """Weigh, rehearse and train all compositions, one after the other, on all ranks; return what came of each."""
+    fds.init_distributed()
+    everyone = fds.mesh(ranks=-1)["ranks"]
+    if case.over:  # each node is a core
+        cores = sorted(os.sched_getaffinity(0))
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), {cores[everyone.index * 2 // everyone.size % len(cores)]})
+    problem, rows = case.problem(), list[Measured]()
+    for candidate in problem.space.candidates()[:few]:
+        weighed, rehearsed, trial = list[Any](), list[Any](), list[Any]()
+        weigh(weighed.append, problem, (candidate,))
+        footprint = everyone.exchange(weighed)[0][0]  # the first rank's
+        if isinstance(footprint, str):
+            rows.append(Measured(candidate, footprint))
+            continue
+        rehearse(rehearsed.append, problem, (candidate,), seconds)
+        for link in worlds.current().links.values():  # what gloo received into, in the rehearsal, is not the trial's
+            link.scratch.free.clear()
+        run_candidate(trial.append, problem, candidate, seconds)
+        most = [max(values) for values in zip(*everyone.exchange(trial), strict=True)]
+        rows.append(Measured(candidate, footprint, rehearsed[0], (most[0], most[1])))
+    return rows
+
+
+@attrs.frozen
+class Choice:
+    """What the tuner's search chose, and what the sweep says of it."""
+
+    trials: int
+    allowed: int
+    seconds: float  # of the candidate that was chosen, as the sweep measured it
+    best: float  # of all that fit
+
+    @property
+    def late(self) -> float:
+        """How much longer a step takes than the best one's."""
+        return self.seconds / self.best - 1
+
+
+def choose(case: Case, rows: Sequence[Measured]) -> Choice:
+    """Let the tuner search with a tenth of the trials, rounded up, and what is known for a journal."""
+    ran = [row for row in rows if row.trial is not None]
+    most = max(row.footprint["num_bytes"] for row in ran)
+    memory = math.ceil(case.memory * most)
+    fits = [row for row in ran if row.footprint["num_bytes"] <= memory]
+    problem, trials = case.problem(), math.ceil(len(fits) / 10)
+    if len(rows) < len(problem.space.candidates()):
+        known = {row.candidate.key for row in rows}
+        space = attrs.evolve(problem.space, allows=lambda axes, choices: Candidate(axes, choices).key in known)
+        problem = attrs.evolve(problem, space=space)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal.jsonl"
+        journal = Journal(path, name_of(problem))
+        for row in rows:
+            key = row.candidate.key
+            journal[f"weigh {key}"], journal[f"rehearse {key}"] = row.footprint, row.rehearsal
+            journal[f"try {key}"] = ["done", "", row.trial]
+        of = {"space": problem.space, "budget": Budget(trials=trials), "memory": memory, "journal": path, "show": None}
+        found: Report = fds.tune(problem.loss, problem.params, problem.batch, **of)
+    assert found.best.measured is not None
+    return Choice(trials, len(fits), found.best.measured, min(row.trial[0] for row in fits if row.trial))
 
 
 def main() -> int:
     """Run from the command line; the exit code says whether everything ran."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two compositions, nothing written")
-    parser.add_argument("--only", choices=PROBLEMS, help="one problem")
+    parser.add_argument("--quick", action="store_true", help="three compositions of a small problem, nothing written")
+    parser.add_argument("--only", type=int, nargs="+", default=range(1, len(CASES) + 1), help="numbers of problems")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of calls that are timed, five times over")
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="where the table goes (benchmarks/results)")
     options = parser.parse_args()
     console = Console()
-    problems = QUICK if options.quick else {k: v for k, v in PROBLEMS.items() if options.only in (None, k)}
-    tables: list[report.Rows] = []
-    for name, problem in problems.items():
-        tables += measured(name, problem, small_space() if options.quick else whole_space(), console)
+    ranks.prepare(["benchmarks.tuning"])
+    cases = {0: QUICK} if options.quick else {number: CASES[number - 1] for number in options.only}
+    why, sweeps = cable.missing(), dict[int, list[Measured]]()
+    for number, case in cases.items():
+        if case.over and why:
+            console.print(f"problem {number} is left out, without a cable: {why}")
+            continue
+        console.print(f"[dim]problem {number}: {case}[/]")
+        few, seconds = (3, 0.01) if options.quick else (None, options.seconds)
+        sweeps[number] = ranks.launch(sweep, case, seconds, few, num_ranks=case.ranks, over=case.over)[0]
+    tables = [summary({n: cases[n] for n in sweeps}, sweeps)]
+    tables += [details(f"Problem {number}: {cases[number]}", rows) for number, rows in sweeps.items()]
     report.show_tables(tables, console)
     if not options.quick:
-        facts = {"what ran": f"GPTs of examples/train_gpt.py on {RANKS} ranks of gloo, every composition of a space"}
+        facts = {"what ran": "GPTs of examples/train_gpt.py on ranks of gloo, every composition of ten spaces"}
         console.print(f"written: {report.write_tables(tables, 'tuning', facts, folder=options.out)}")
     return 0
 
 
-def measured(name: str, problem: Problem, space: Space, console: Console) -> list[report.Rows]:
-    """Try all of a space, then let the ranking choose from what is known."""
-    loss = gpt(width=problem.width, layers=problem.layers, heads=4)
-    draws = torch.Generator().manual_seed(0)
-    tokens = torch.randint(256, (problem.rows, problem.context + 1), generator=draws)
-    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    count = len(space.candidates())
-    with tempfile.TemporaryDirectory() as folder:
-        search: dict[str, Any] = {"space": space, "journal": Path(folder) / "journal.jsonl"}
-        budget = Budget(trials=count, patience=count, measure=0.3)
-        say = lambda line: console.print(f"[dim]{line}[/]")
-        one = attrs.evolve(budget, trials=1)
-        fds.tune(loss, loss.init, batch, budget=one, show=say, **search)  # which weighs and rehearses all
-        everything = fds.tune(loss, loss.init, batch, budget=budget, order="grid", show=say, **search)
-        # grid has no predictions, and the ranking finds all trials in the journal
-        known = fds.tune(loss, loss.init, batch, budget=budget, show=None, **search)
-        tenth = Budget(trials=max(1, math.ceil(count / 10)), patience=count)
-        chosen = fds.tune(loss, loss.init, batch, budget=tenth, show=None, **search)
-    predictions = {row.candidate.key: row for row in known.rows}
-    return [_candidates(name, everything, predictions), _summary(name, everything, predictions, chosen)]
-
-
-def _candidates(name: str, everything: Report, known: Mapping[str, Row]) -> report.Rows:
-    head = ["contender", "outcome", "predicted ms", "measured ms", "error", "predicted MB", "measured MB", "error"]
-    rows: list[list[str]] = []
-    for row in everything.rows:
-        seconds, num_bytes = _errors(row, known)
-        prediction, footprint = known[row.candidate.key].prediction, row.footprint
-        rows.append([
-            str(row.candidate),
-            row.outcome if row.outcome == "tried" else f"{row.outcome}: {row.why}",
-            f"{prediction.seconds() * 1e3:.1f}" if prediction else "",
-            f"{row.measured * 1e3:.1f}" if row.measured else "",
-            "" if seconds is None else f"{seconds:+.1%}",
-            f"{footprint.num_bytes / 1e6:.2f}" if footprint else "",
-            f"{row.num_bytes / 1e6:.2f}" if row.num_bytes else "",
-            "" if num_bytes is None else f"{num_bytes:+.1%}",
-        ])  # fmt: skip
-    return f"Every composition of {name}, predicted before any trial", head, rows
-
-
-def _errors(row: Row, known: Mapping[str, Row]) -> tuple[float | None, float | None]:
-    """Return how far predictions of seconds and bytes are from what was measured, relative to it."""
-    prediction, footprint = known[row.candidate.key].prediction, row.footprint
-    seconds = prediction.seconds() / row.measured - 1 if prediction and row.measured else None
-    return seconds, footprint.num_bytes / row.num_bytes - 1 if footprint and row.num_bytes else None
-
-
-def _summary(name: str, everything: Report, known: Mapping[str, Row], chosen: Report) -> report.Rows:
-    errors = [_errors(row, known) for row in everything.rows]
-    seconds = [abs(s) for s, _ in errors if s is not None]
-    num_bytes = [abs(b) for _, b in errors if b is not None]
-    best = everything.best.measured or math.nan
-    late = (chosen.best.measured or math.nan) / best - 1
-    tried = sum(row.measured is not None for row in chosen.rows)
-    verdict = lambda value, most: f"{value:.1%} ({'yes' if value <= most else 'NO'}: at most {most:.0%})"
-    rows = [
-        [f"{name}: seconds, median of {len(seconds)}", verdict(statistics.median(seconds), 0.05)],
-        [f"{name}: seconds, worst", verdict(max(seconds), 0.15)],
-        [f"{name}: bytes, median", verdict(statistics.median(num_bytes), 0.03)],
-        [f"{name}: the best of the ranking's {tried} trials, beside the best of all", verdict(late, 0.05)],
+def summary(cases: Mapping[int, Case], sweeps: Mapping[int, Sequence[Measured]]) -> report.Rows:
+    """Return a row for each problem, and what all of them come to."""
+    head = [
+        "contender",
+        "compositions",
+        "seconds, median",
+        "worst",
+        "bytes, median",
+        "trials",
+        "the choice, behind the best",
     ]
-    return f"How far off, {name}", ["contender", "off by"], rows
+    table, everything, lates = list[list[str]](), list[Measured](), list[float]()
+    for number, rows in sweeps.items():
+        ran, choice = [row for row in rows if row.trial], choose(cases[number], rows)
+        everything += ran
+        lates.append(choice.late)
+        trials = f"{choice.trials} of {choice.allowed}"
+        table.append([f"{number}: {cases[number]}", f"{len(ran)}", *_errors(ran), trials, f"{choice.late:.1%}"])
+    good = sum(late <= 0.05 for late in lates)
+    table.append(["all", f"{len(everything)}", *_errors(everything), "", f"{good} of {len(lates)} within 5%"])
+    return "What was predicted before any trial, and what the tuner chose", head, table
+
+
+def _errors(rows: Sequence[Measured]) -> tuple[str, str, str]:
+    seconds, num_bytes = [abs(row.error) for row in rows], [abs(row.error_of_bytes) for row in rows]
+    return f"{statistics.median(seconds):.1%}", f"{max(seconds):.1%}", f"{statistics.median(num_bytes):.1%}"
+
+
+def details(title: str, rows: Sequence[Measured]) -> report.Rows:
+    """Return a row for each composition, the fastest first."""
+    head = ["contender", "computed ms", "messages ms", "predicted ms", "measured ms", "error", "MB", "error"]
+    table = list[list[str]]()
+    for row in sorted((row for row in rows if row.trial), key=lambda row: row.trial or (0.0, 0)):
+        assert row.trial is not None
+        computed, messages = row.rehearsal
+        times = [f"{1e3 * seconds:.1f}" for seconds in (computed, messages, computed + messages, row.trial[0])]
+        weight = [f"{row.trial[1] / 1e6:.2f}", f"{row.error_of_bytes:+.1%}"]
+        table.append([str(row.candidate), *times, f"{row.error:+.1%}", *weight])
+    return title, head, table
 
 
 if __name__ == "__main__":

@@ -222,6 +222,7 @@ class Axis:
 
     def _exchange(self, sent: Collective, exchange: Exchange, mine: Any) -> list[Any]:
         if (heard := dry.get()) is not None:
+            self._rehearsed(sent, DONE).wait()
             return replay(heard, exchange.collective, [mine] * self.size)
         self._count(sent)
         self._watch(sent, exchange).wait()
@@ -238,13 +239,18 @@ class Axis:
         a = flat(out)
         b = a if x is out else flat(x)
         if dry.get() is not None:
-            return self._link.rehearse(collective, a, b)
+            return self._rehearsed(collective, self._link.rehearse(collective, a, b))
         self._count(collective)
         return self._watch(collective, self._link.start(collective, a, b))
 
     def _watch(self, collective: Collective, work: Work) -> Work:
         for traffic in self.world.counters:
             work = traffic.watched(collective, work)
+        return work
+
+    def _rehearsed(self, collective: Collective, work: Work) -> Work:
+        for traffic in self.world.counters:
+            work = traffic.rehearsed(collective, self, work)
         return work
 
     def _count(self, collective: Collective) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,17 +15,35 @@ from fds.collectives.axis import Axis
 BLOCKS = 3  # of collectives: their median counts
 OF_LINK = 5  # blocks of messages between two ranks: the fastest counts, for it says most of the link
 MOST = 1000  # messages of a block
+LARGE = 1 << 20  # bytes of the tensors whose rate is measured
 
 
-def time_collective(axis: Axis, op: str, num_bytes: int, device: torch.device, seconds: float) -> float:
-    """Return the seconds that a collective of a tensor takes, all ranks starting it again and again for `seconds`."""
+class Rate(NamedTuple):
+    """How fast messages follow each other: bytes that a rank sends per second, and the `credit` of a line that rested.
+
+    It is by how many seconds the first messages arrive ahead of that rate: a token bucket has such a credit.
+    """
+
+    bytes_per_second: float
+    credit: float
+
+
+class Timed(NamedTuple):
+    """What a message takes: `seconds`, and for how many of them cores of this rank are `busy` with it, not a GPU's."""
+
+    seconds: float
+    busy: float
+
+
+def time_collective(axis: Axis, op: str, num_bytes: int, device: torch.device, seconds: float) -> Timed:
+    """Return what a collective of a tensor takes, all ranks starting it again and again for `seconds`."""
     send = _sender(axis, op, num_bytes, device)
-    count = lambda once: max(axis.exchange(max(3, min(MOST, int(seconds / once)))))
+    count = lambda once: max(axis.exchange(max(1, min(MOST, int(seconds / once)))))
     return sorted(_blocks(send, device, count, axis.barrier, BLOCKS))[BLOCKS // 2]
 
 
-def time_link(axis: Axis, peer: int, num_bytes: int, seconds: float) -> float:
-    """Return the seconds that a tensor takes from this rank to a peer, half of the way there and back; both call it."""
+def time_link(axis: Axis, peer: int, num_bytes: int, seconds: float) -> Timed:
+    """Return what a tensor takes from this rank to a peer, half of the way there and back; both call it."""
     x, first = torch.zeros(max(num_bytes // 4, 1), device=axis.device), axis.index < peer
     counts = torch.zeros(1, dtype=torch.int64, device=axis.device)
 
@@ -36,25 +56,57 @@ def time_link(axis: Axis, peer: int, num_bytes: int, seconds: float) -> float:
         (axis.start_send(counts, peer) if first else axis.start_recv(counts, peer)).wait()
         return int(counts)
 
-    return min(_blocks(send, axis.device, count, lambda: None, OF_LINK)) / 2
+    there_and_back = min(_blocks(send, axis.device, count, lambda: None, OF_LINK))
+    return Timed(there_and_back.seconds / 2, there_and_back.busy / 2)
+
+
+def time_line(axis: Axis, pair: tuple[int, ...], seconds: float) -> Rate:
+    """Return the rate of what all ranks of an axis send each other, or of what the first of a pair of them sends."""
+    num_bytes, arrivals = LARGE * (axis.size - 1) // axis.size, list[float]()
+    send, x = _sender(axis, "all_gather", LARGE, axis.device), torch.zeros(LARGE // 4, device=axis.device)
+    if pair:
+        num_bytes, source, to = LARGE, *pair
+        send = lambda: axis.start_send(x, to).wait()
+        if axis.index != source:
+            send = lambda: axis.start_recv(x, source).wait() if axis.index == to else None
+    begin = time.perf_counter()
+    while not arrivals or max(axis.exchange(arrivals[-1])) < seconds:
+        for _ in range(4):
+            send()
+            arrivals.append(time.perf_counter() - begin)
+    return min(rate_of(times, num_bytes) for times in axis.exchange(arrivals))
+
+
+def rate_of(arrivals: Sequence[float], num_bytes: int) -> Rate:
+    """Return the rate of messages of so many bytes that arrived at these times, in seconds after the first's start.
+
+    The second half of them says the rate.
+
+    >>> rate_of([0.0, 0.0, 0.0, 1.0, 2.0, 3.0], 100)
+    Rate(bytes_per_second=100.0, credit=3.0)
+    """
+    apart = [later - sooner for sooner, later in itertools.pairwise(arrivals[len(arrivals) // 2 - 1 :])]
+    each = max(statistics.median(apart), 1e-9)
+    return Rate(num_bytes / each, max(0.0, len(arrivals) * each - arrivals[-1]))
 
 
 def _blocks(
     send: Callable[[], Any], device: torch.device, count: Callable[[float], int], meet: Callable[[], None], blocks: int
-) -> list[float]:
-    """Return the seconds of one message in each of some blocks; `count` says how many by the seconds of one."""
+) -> list[Timed]:
+    """Return what a message takes in each of some blocks; `count` says of how many, by the seconds of one."""
 
-    def run(times: int) -> float:
+    def run(times: int) -> Timed:
         meet()
-        begin = time.perf_counter()
+        begin, busy = time.perf_counter(), time.process_time()
         for _ in range(times):
             send()
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - begin) / times
+            torch.cuda.synchronize(device)  # in which the host spins
+        busy = time.process_time() - busy if device.type == "cpu" else 0.0
+        return Timed((time.perf_counter() - begin) / times, busy / times)
 
     run(2)
-    times = count(max(run(2), 1e-6))
+    times = count(max(run(2).seconds, 1e-6))
     return [run(times) for _ in range(blocks)]
 
 
@@ -62,7 +114,6 @@ def _sender(axis: Axis, op: str, num_bytes: int, device: torch.device) -> Callab
     """Return what sends one such message and waits for it; of float32, which gloo adds as fast as it can."""
     whole = torch.zeros(max(num_bytes // 4, axis.size) // axis.size * axis.size, device=device)
     part = torch.zeros(len(whole) // axis.size, device=device)
-    peer = axis.index ^ 1
     sends: Mapping[str, Callable[[], Any]] = {
         "all_reduce": lambda: axis.start_all_reduce(whole).wait(),
         "all_gather": lambda: axis.start_all_gather(whole, part).wait(),
@@ -71,9 +122,5 @@ def _sender(axis: Axis, op: str, num_bytes: int, device: torch.device) -> Callab
         "broadcast": lambda: axis.start_broadcast(whole, 0).wait(),
         "barrier": axis.barrier,
         "exchange": lambda: axis.exchange(0),
-        "send": lambda: (axis.start_send(whole, peer) if axis.index < peer else axis.start_recv(whole, peer)).wait(),
-        "recv": lambda: None,  # it is counted where it is sent
     }
-    if op == "send" and peer >= axis.size:
-        return lambda: None
     return sends[op]

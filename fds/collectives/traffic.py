@@ -115,6 +115,10 @@ class Traffic:
         """Return what is waited for in the place of a collective that was added and started: itself."""
         return work
 
+    def rehearsed(self, collective: Collective, axis: Axis, work: Work) -> Work:
+        """Return what is waited for in the place of a collective that was rehearsed and does not count: itself."""
+        return work
+
 
 @contextlib.contextmanager
 def counted() -> Iterator[Traffic]:

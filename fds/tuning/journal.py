@@ -9,7 +9,7 @@ from typing import Any
 
 from fds.errors import FdsError
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Journal:

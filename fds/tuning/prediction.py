@@ -2,10 +2,9 @@
 
     seconds = a * computed + b * messages
 
-`computed` is what the slowest rank takes without messages: rehearsed, or in a pipeline the makespan of the plan with
-the measured costs of its layers. `messages` is the sum over the messages of a call of what each takes by itself. Where
-none hides behind arithmetic and nobody waits for a rank that is late, a and b are 1. They are found again after each
-trial, by least squares over all trials so far, of ratios, held near 1 as by one trial of each.
+`computed` is what a call takes without messages, `messages` what they add, both by `fds.tuning.replay`; a and b are 1
+where that is right. They are found again after each trial, by least squares over all trials so far, of ratios, held
+near 1 as by one trial of each.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Prediction:
 
     Attributes:
         computed: seconds of a call without messages.
-        messages: seconds of the messages of a call, sent one after another.
+        messages: seconds that messages add.
     """
 
     computed: float

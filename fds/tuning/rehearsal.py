@@ -1,8 +1,9 @@
-"""A rank's part of a candidate without its messages: how long it computes, and what it holds.
+"""A rank's course through a call of a candidate, recorded without the others; and the seconds that come of all of them.
 
-The rank is planned: the others do not exist, and a collective returns as if all had this one's values. So one device
-can rehearse a rank of a hundred. Arithmetic is done on the values of a real state, since zeros, or what memory happens
-to hold, may be slower (denormal numbers) or refused.
+The rank is planned: the others do not exist, and a collective returns as if all had this one's values. Arithmetic is
+done on the values of a real state, since zeros, or what memory happens to hold, may be slower (denormal numbers) or
+refused. All ranks of a machine rehearse the same candidate at a time, as they will share its memory. Where they are
+more than its cores, seconds are those of a core: `replay` shares cores out.
 """
 
 from __future__ import annotations
@@ -10,147 +11,110 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
-from torch import Tensor
+import torch
 
-from fds import plans, tree
-from fds.collectives import mesh
-from fds.collectives.links import ALIKE, dry
-from fds.collectives.meshes import Topology, planned
+from fds import tree
+from fds.collectives import Axis, Mesh, mesh, worlds
+from fds.collectives.links import ALIKE, Collective, Work, bytes_sent, dry
+from fds.collectives.measuring import Rate, Timed, time_collective, time_line, time_link
+from fds.collectives.meshes import planned
+from fds.collectives.traffic import MessageKind, Traffic, counting
 from fds.profiling.peaks import of_dry_run
 from fds.profiling.planned import tell_headers, untouched
-from fds.state import State
-from fds.step import Step
-from fds.transforms.checkpoint_activations import Recompute
-from fds.transforms.pipeline.station import Pipeline
 from fds.tuning.problem import Problem
+from fds.tuning.replay import Cost, Course, Message, replay
 from fds.tuning.spaces import Candidate
 
-BLOCKS = 3  # of calls: their median counts
-
-
-@attrs.frozen
-class Message:
-    """A kind of message of a rank in a call."""
-
-    op: str
-    axis: str
-    num_bytes: int
-    count: int
-
-
-@attrs.frozen
-class Footprint:
-    """What is known of a candidate before anything of it runs.
-
-    Attributes:
-        num_bytes: at the peak of a call on the rank that holds most, activations included where `is_whole`.
-        is_whole: whether a dry run said so; else formulas, which know no activations.
-        messages: those of a call, by kind.
-        unknown: why there was no dry run.
-    """
-
-    num_bytes: int
-    is_whole: bool
-    messages: tuple[Message, ...]
-    unknown: str = ""
-
-
-def weigh(tell: Callable[[Any], None], problem: Problem, candidates: tuple[Candidate, ...]) -> None:
-    """Tell for each candidate the footprint of its first rank, or the text of what composing it raised.
-
-    The rank is planned, and nothing is computed or sent. So each of those that run weighs some, and tells None of the
-    others.
-    """
-    here = mesh(ranks=-1)
-    for i, candidate in enumerate(candidates):
-        if i % here.size != here.rank:
-            tell(None)
-            continue
-        try:
-            tell(attrs.asdict(_weighed(problem, candidate)))
-        except Exception as error:
-            tell(f"{type(error).__name__}: {error}".split("\n")[0])
-
-
-def _weighed(problem: Problem, candidate: Candidate) -> Footprint:
-    """Weigh the first rank, and of a pipeline one rank of each stage: return the largest."""
-    first = Topology.of(**candidate.axes).filter_match(**{name: 0 for name in candidate.axes if name != "pp"})
-    return max((_of_rank(problem, candidate, rank) for rank in first), key=lambda footprint: footprint.num_bytes)
-
-
-def _of_rank(problem: Problem, candidate: Candidate, rank: int) -> Footprint:
-    make = functools.partial(problem.step, candidate)
-    with planned(candidate.axes, rank) as ranks:
-        step, share = make(ranks), problem.share(candidate, ranks)
-        state = step.structure(problem.params)
-        run = lambda step: of_dry_run(step, untouched(step, problem.params), share)
-        num_bytes, unknown = None, ""
-        try:
-            tell_headers(step, make, candidate.axes, run)
-            num_bytes = run(step)
-        except Exception as error:  # what the step itself refuses a trial will say
-            unknown = f"{type(error).__name__}: {error}".split("\n")[0]
-        description = step.describe(state)  # which after a dry run knows what stages send, and what is gathered again
-    if num_bytes is None:
-        away = sum(size for place, size in description.places.items() if place != "device")
-        num_bytes = sum(description.num_bytes.values()) - away
-    messages = tuple(Message(m.kind.op, m.kind.axis, m.kind.num_bytes, m.count) for m in description.messages)
-    return Footprint(num_bytes, not unknown, messages, unknown)
+WARM = 3  # calls that learn, and fill caches
+CALLS = (7, 200)  # that are recorded: at least, and at most
+_OF_MESSAGES = 0.1  # of the seconds of a candidate, for each kind
+_OF_LINES = 0.25  # seconds of messages that say the rate of a line
+_SMALL = 2**14  # bytes: of fewer the rate of a line does not matter
 
 
 def rehearse(tell: Callable[[Any], None], problem: Problem, candidates: tuple[Candidate, ...], seconds: float) -> None:
-    """Tell for each candidate the seconds of a call without its messages, or the text of what it raised.
+    """Tell for each candidate the seconds of a call without messages and those that they add, or the text of an error.
 
-    In a pipeline they hold what this rank waits for others. All ranks of this machine rehearse the same candidate at a
-    time, as they will share its memory and cores.
+    What a kind of message takes is measured once, where it first occurs.
     """
-    together, measured = mesh(ranks=-1), dict[int, plans.LayerCosts]()
+    together, links = mesh(ranks=-1)["ranks"], Links(torch.device(problem.device), seconds)
     for candidate in candidates:
-        together["ranks"].barrier()
-        try:
-            tell(_rehearsed(problem, candidate, together.rank, seconds, measured))
-        except Exception as error:
-            tell(f"{type(error).__name__}: {error}".split("\n")[0])
+        answers = record(problem, candidate, together, seconds)
+        if errors := [answer for answer in answers if isinstance(answer, str)]:
+            tell(errors[0])
+        else:
+            courses = [answer for answer in answers if isinstance(answer, Course)]
+            tell(predict(courses, candidate, links))
 
 
-def _rehearsed(
-    problem: Problem, candidate: Candidate, rank: int, seconds: float, measured: dict[int, plans.LayerCosts]
-) -> float:
+def record(problem: Problem, candidate: Candidate, together: Axis, seconds: float) -> list[Course | str]:
+    """Return the courses of all ranks through a call, or the texts of what they raised; all ranks call it."""
+    with planned(candidate.axes, together.index) as ranks:
+        call, error = _attempt(lambda: _prepared(problem, candidate, ranks))
+        if any(errors := together.exchange(error)):  # else all compute from here on
+            return [error for error in errors if error]
+        course, error = _attempt(lambda: _recorded(call, problem.device, seconds))
+        return [_course(x) for x in together.exchange(error or attrs.asdict(course))]
+
+
+def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
+    try:
+        return function(), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}".split("\n")[0]
+
+
+def _prepared(problem: Problem, candidate: Candidate, ranks: Mesh) -> Callable[[], None]:
+    """Return a call of this rank's part of a candidate's step; what it computes first is behind it."""
     make = functools.partial(problem.step, candidate)
-    with planned(candidate.axes, rank) as ranks:
-        step, share = make(ranks), problem.share(candidate, ranks)
-        tell_headers(step, make, candidate.axes, lambda step: of_dry_run(step, untouched(step, problem.params), share))
-        with alone():
-            state = problem.init(step)
-            return time_calls(step, state, share, seconds) + _waiting(step, share, measured)
+    step, share = make(ranks), problem.share(candidate, ranks)
+    tell_headers(step, make, candidate.axes, lambda step: of_dry_run(step, untouched(step, problem.params), share))
+    with alone():
+        state = problem.init(step)
+
+    def call() -> None:
+        nonlocal state
+        state, metrics = step(state, share)
+        tree.values_of(metrics["loss"])  # which waits for the device
+
+    with alone():
+        call()
+    return call
 
 
-def _waiting(step: Step, batch: Any, measured: dict[int, plans.LayerCosts]) -> float:
-    """Return the seconds in which this rank waits for other stages in a call: 0 where there is no pipeline.
+def _recorded(call: Callable[[], None], device: str, seconds: float) -> Course:
+    """Return the course of a call: of the seconds between events, the medians over calls that do the same."""
+    cores, ranks_here = machine()
+    shared = device == "cpu" and ranks_here > cores
+    recorder = Recorder(device=device, clock=time.process_time if shared else time.perf_counter)
+    with alone(), counting(recorder):
+        for _ in range(WARM):
+            begin = time.perf_counter()
+            recorder.record(call)
+        once = time.perf_counter() - begin
+        courses = [recorder.record(call) for _ in range(min(max(CALLS[0], math.ceil(3 * seconds / once)), CALLS[1]))]
+    last = courses[-1]
+    alike = [c.seconds for c in courses if (c.messages, c.events) == (last.messages, last.events)]
+    return attrs.evolve(last, seconds=tuple(map(statistics.median, zip(*alike, strict=True))))
 
-    It is what the plan leaves idle with the measured costs of its layers, messages aside. `measured` has them by the
-    rows of a microbatch; what is not there yet is measured.
-    """
-    run = step.execute
-    if not isinstance(run, Pipeline):
-        return 0.0
-    pairs = [x for x in tree.leaves(batch) if isinstance(x, Tensor)]
-    rows = len(pairs[0]) // run.num_microbatches
-    microbatch = tree.map(lambda x: x[:rows] if isinstance(x, Tensor) else x, batch)
-    if rows not in measured:
-        measured[rows] = plans.measure(run.owned.loss, microbatch)
-    costs = measured[rows].by_stage(run.owned.boundaries)
-    if any(isinstance(map_, Recompute) for map_ in step.layer):  # which runs forward again ahead of backward
-        again = [costs.at("forward", s) + costs.at("backward_input", s) for s in range(run.owned.num_stages)]
-        costs = attrs.evolve(costs, backward_input=again)
-    line = plans.simulate(run.plan.plan, costs)
-    return line.makespan - line.busy[run.owned.index]
+
+def _course(answer: Any) -> Course | str:
+    if isinstance(answer, str):
+        return answer
+    messages = (Message(**{**m, "ranks": tuple(m["ranks"]), "pair": tuple(m["pair"])}) for m in answer["messages"])
+    return Course(tuple(messages), tuple(answer["events"]), tuple(map(float, answer["seconds"])))
+
+
+def machine() -> tuple[int, int]:
+    """Return how many cores this machine has for ranks, and how many ranks."""
+    return len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", worlds.current().size))
 
 
 @contextlib.contextmanager
@@ -163,21 +127,117 @@ def alone() -> Iterator[None]:
         dry.reset(token)
 
 
-def time_calls(step: Step, state: State, batch: Any, seconds: float, agree: Callable[[int], int] = int) -> float:
-    """Return the seconds of a call: the median of blocks of at least `seconds`, after calls that learn and warm up.
+@attrs.define(eq=False)
+class Recorder(Traffic):
+    """What a rank does in a call that it rehearses."""
 
-    `agree` makes of the number of calls that this rank would time the one that all of them do.
+    device: str = "cpu"
+    clock: Callable[[], float] = time.perf_counter
+    messages: list[Message] = attrs.field(factory=list)
+    events: list[int] = attrs.field(factory=list)
+    seconds: list[float] = attrs.field(factory=list)
+    mark: float = 0.0
+
+    def record(self, call: Callable[[], None]) -> Course:
+        """Return the course of a call."""
+        self.messages, self.events, self.seconds = [], [], []
+        self.mark = self.clock()
+        call()
+        self.seconds.append(self.clock() - self.mark)
+        return Course(tuple(self.messages), tuple(self.events), tuple(self.seconds))
+
+    def note(self, number: int) -> None:
+        """Come to an event."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.seconds.append(self.clock() - self.mark)
+        self.events.append(number)
+        self.mark = self.clock()
+
+    def rehearsed(self, collective: Collective, axis: Axis, work: Work) -> Work:
+        """Note the start of a message, and later where it is waited for."""
+        ranks, pair = axis.ranks, ()
+        if collective.op in ("send", "recv"):
+            pair = (axis.index, collective.peer)[:: 1 if collective.op == "send" else -1]
+            collective, ranks = attrs.evolve(collective, op="send"), tuple(axis.ranks[i] for i in pair)
+        kind, sent = MessageKind.of(collective, axis.size), bytes_sent(collective, axis.size, max(collective.peer, 0))
+        self.messages.append(Message(kind.op, kind.axis, kind.num_bytes, ranks, pair, sent))
+        number = len(self.messages) - 1
+        self.note(number)
+        return _Recorded(self, number, work)
+
+
+@attrs.define(eq=False)
+class _Recorded:
+    recorder: Recorder
+    number: int
+    work: Work
+    waited: bool = False
+
+    def wait(self) -> None:
+        if not self.waited:
+            self.recorder.note(self.number)
+        self.waited = True
+        self.work.wait()
+
+    def done(self) -> bool:
+        return self.work.done()
+
+
+def predict(courses: Sequence[Course], candidate: Candidate, links: Links) -> tuple[float, float]:
+    """Return the seconds of a call without messages, and those that they add; all ranks call it.
+
+    Args:
+        courses: of all ranks.
+        candidate: of which these are.
+        links: what is known of messages; what is missing is measured.
     """
-    metrics: Mapping[str, Tensor] = {}
+    axes = tuple(candidate.axes.items())
+    messages = dict.fromkeys(message for course in courses for message in course.messages)
+    costs = {message: links.cost(axes, attrs.evolve(message, ranks=())) for message in messages}
+    cores, ranks_here = machine()
+    places = {"cores": cores if links.device.type == "cpu" else ranks_here, "ranks_of_machine": ranks_here}
+    computed = replay(courses, {}, **places)
+    return computed, replay(courses, costs, **places) - computed
 
-    def run(calls: int) -> float:
-        nonlocal state, metrics
-        begin = time.perf_counter()
-        for _ in range(calls):
-            state, metrics = step(state, batch)
-        tree.values_of(metrics["loss"])  # which waits for the device
-        return (time.perf_counter() - begin) / calls
 
-    run(2)
-    calls = agree(math.ceil(seconds / max(run(1), 1e-6)))
-    return statistics.median(run(calls) for _ in range(BLOCKS))
+@attrs.define
+class Links:
+    """What messages take by themselves on the meshes of candidates, measured once for each kind, by all ranks."""
+
+    device: torch.device
+    seconds: float  # of calls in a rehearsal
+    costs: dict[Any, Cost] = attrs.field(factory=dict)
+    rates: dict[Any, Rate] = attrs.field(factory=dict)
+
+    def cost(self, axes: tuple[tuple[str, int], ...], message: Message) -> Cost:
+        """Return what a message takes, sent on all lines of its axis at once.
+
+        What a rank does for it alone, such as adding up what it has received, is not in it: a rehearsal has done that.
+        """
+        if (axes, message) in self.costs:
+            return self.costs[axes, message]
+        ranks = mesh(**dict(axes))
+        axis, everyone = ranks[tuple(message.axis.split(","))], ranks[tuple(name for name, _ in axes)]
+        everyone.barrier()
+        both = self._timed(axis, message)
+        with alone():
+            one = self._timed(axis, message)
+        spent = everyone.exchange([max(0.0, both.seconds - one.seconds), max(0.0, both.busy - one.busy)])
+        most, busy = (max(values) for values in zip(*spent, strict=True))
+        line = (axes, message.axis, message.pair)
+        has_line = message.sent > _SMALL and not worlds.current().shares_cores  # which else are all that it takes
+        if has_line and line not in self.rates:
+            everyone.barrier()
+            self.rates[line] = min(Rate(*rate) for rate in everyone.exchange(time_line(axis, message.pair, _OF_LINES)))
+        rate = self.rates.get(line, Rate(math.inf, 0.0))
+        cost = Cost(most, min(busy, most), message.sent / rate.bytes_per_second, rate.credit)
+        self.costs[axes, message] = cost
+        return cost
+
+    def _timed(self, axis: Axis, message: Message) -> Timed:
+        seconds = _OF_MESSAGES * self.seconds
+        if message.op != "send":
+            return time_collective(axis, message.op, message.num_bytes, self.device, seconds)
+        peers = [at for at in message.pair if at != axis.index]
+        return time_link(axis, peers[0], message.num_bytes, seconds) if len(peers) == 1 else Timed(0.0, 0.0)

@@ -12,8 +12,8 @@ import attrs
 
 from fds import _html
 from fds.errors import FdsError
+from fds.tuning.footprints import Footprint
 from fds.tuning.prediction import Prediction
-from fds.tuning.rehearsal import Footprint
 from fds.tuning.spaces import Candidate, Space
 from fds.tuning.written import json_of, python_of
 

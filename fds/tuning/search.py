@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,15 @@ from torch import Tensor
 from fds import __version__, tree
 from fds.collectives import fingerprint
 from fds.errors import FdsError, is_a, is_int, is_number
+from fds.tuning.footprints import Footprint, weigh
 from fds.tuning.journal import Journal
 from fds.tuning.places import Launched, Place, place_of
 from fds.tuning.prediction import Prediction, fit
 from fds.tuning.problem import Problem
-from fds.tuning.rehearsal import Footprint, Message, rehearse, weigh
+from fds.tuning.rehearsal import rehearse
 from fds.tuning.report import Report, Row
 from fds.tuning.spaces import Candidate, Space
-from fds.tuning.trials import Link, run_candidate, time_messages
+from fds.tuning.trials import run_candidate
 
 CGROUP = Path("/sys/fs/cgroup")
 ORDERS = ("ranking", "grid", "random")
@@ -43,7 +43,7 @@ class Budget:
         seconds: no trial begins later; None for any time.
         patience: after so many trials in a row that were not better than the best before.
         limit: seconds after which a trial counts as hung, its start included.
-        measure: seconds of calls that are timed, three times over.
+        measure: seconds of calls that are timed, five times over.
 
     Raises `FdsError` for other values.
     """
@@ -52,7 +52,7 @@ class Budget:
     seconds: float | None = None
     patience: int = 5
     limit: float = 300.0
-    measure: float = 0.5
+    measure: float = 0.3
 
     def __attrs_post_init__(self) -> None:
         for name in ("trials", "patience"):
@@ -86,9 +86,10 @@ def tune(
 
     First each candidate is weighed: what a rank holds at the peak of a call is found by a dry run, without arithmetic
     and without the other ranks, and what does not fit is never tried. Then those that fit are rehearsed: ranks compute
-    at the same time, each alone, and the messages that the candidates send are timed by themselves. What both say
-    together ranks the candidates; the first are tried in fresh processes that meet and train, and each trial corrects
-    the ranking. The search ends with its budget, or where no other candidate is expected within 5% of the best.
+    at the same time, each alone, and the messages that the candidates send are timed by themselves. A replay of what
+    all ranks do in a call ranks the candidates; the first are tried in fresh processes that meet and train, and each
+    trial corrects the ranking. The search ends with its budget, or where no other candidate is expected within 5% of
+    the best.
 
     A program that calls it does so under `if __name__ == "__main__":`, for trials import it. On all ranks that a
     launcher has started, of one machine or several, it is one search: a process of a trial runs beside each of them,
@@ -125,13 +126,13 @@ def tune(
     if order not in ORDERS and isinstance(place, Launched):
         hint = 'order="ranking", "grid" or "random"'
         raise FdsError("a study is asked on one machine, without a launcher", where="tune, order", hint=hint)
-    kept = Journal(journal if place.is_first else None, _name(problem))
+    kept = Journal(journal if place.is_first else None, name_of(problem))
     kept.answers = place.agree(kept.answers)
     show = show if show is not None and place.is_first else lambda line: None
     return _Search(problem, budget, memory, kept, show, place).run(order, key)
 
 
-def _name(problem: Problem) -> str:
+def name_of(problem: Problem) -> str:
     """Return what tells this search from others, as far as a journal must know it."""
     shapes = tree.map(lambda x: [*x.shape, str(x.dtype)] if isinstance(x, Tensor) else repr(x), problem.batch)
     keys = [candidate.key for candidate in problem.space]
@@ -185,29 +186,21 @@ class _Search:
             if isinstance(answer, str):
                 self.rows[candidate.key] = Row(candidate, "refused", why=answer)
                 continue
-            messages = tuple(Message(**message) for message in answer["messages"])
-            footprint = self.footprints[candidate.key] = Footprint(**{**answer, "messages": messages})
+            footprint = self.footprints[candidate.key] = Footprint(**answer)
             fits = footprint.num_bytes <= room
             why = "" if fits else f"{footprint.num_bytes:,} bytes, and a rank has {room:,}"
             self.rows[candidate.key] = Row(candidate, "not tried" if fits else "does not fit", why=why)
 
     def rehearse(self) -> None:
-        """Find how long each candidate that fits computes, and how long its messages take."""
+        """Find how long a call of each candidate that fits computes, and what its messages add."""
         waiting = self.waiting()
         self.ask("rehearse", [*waiting.values()], rehearse, self.budget.measure)
-        kinds = {
-            key: {(tuple(candidate.axes.items()), attrs.evolve(m, count=1)): m.count for m in messages}
-            for key, candidate in waiting.items()
-            for messages in [self.footprints[key].messages]
-        }
-        seconds = self.time_messages([*dict.fromkeys(link for links in kinds.values() for link in links)])
         for key, candidate in waiting.items():
-            computed = self.journal[f"rehearse {key}"]
-            if isinstance(computed, str):
-                self.rows[key] = Row(candidate, "refused", why=computed)
+            answer = self.journal[f"rehearse {key}"]
+            if isinstance(answer, str):
+                self.rows[key] = Row(candidate, "refused", why=answer)
             else:
-                sent = sum(count * seconds[link] for link, count in kinds[key].items())
-                self.predictions[key] = Prediction(computed, sent)
+                self.predictions[key] = Prediction(*answer)
 
     def waiting(self) -> dict[str, Candidate]:
         """Return the candidates that may be tried."""
@@ -236,21 +229,6 @@ class _Search:
                 at = left[min(len(ended.answers[ended.rank]), len(left) - 1)]
                 self.journal[f"{what} {at.key}"] = f"{ended.how}: {ended.why}"
             left = [candidate for candidate in left if f"{what} {candidate.key}" not in self.journal]
-
-    def time_messages(self, links: Sequence[Link]) -> Mapping[Link, float]:
-        """Return what a message of each kind takes."""
-        names = {link: f"message {json.dumps([*map(list, link[0])])} {link[1]}" for link in links}
-        left = [link for link in links if names[link] not in self.journal]
-        if left:
-            self.show(f"timing {len(left)} kinds of messages")
-            arguments = (tuple(left), self.problem.device, self.budget.measure / 5)
-            limit = _START + len(left) * self.budget.limit
-            ended = self.place.run(time_messages, arguments, num_ranks=self.place.num_ranks, limit=limit)
-            if ended.how != "done":
-                raise FdsError("the messages could not be timed", got=f"{ended.how}: {ended.why}")
-            for link, seconds in zip(left, zip(*ended.answers, strict=True), strict=True):
-                self.journal[names[link]] = max(seconds)
-        return {link: self.journal[name] for link, name in names.items()}
 
     def ordered(self, order: Any, key: int) -> Iterator[Candidate]:
         """Yield the candidates to try; those that follow may depend on what came of it."""

@@ -1,24 +1,28 @@
-"""What runs on all ranks: a candidate in earnest, and messages by themselves."""
+"""What runs on all ranks: a candidate in earnest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fds import tree
 from fds.collectives import mesh
-from fds.collectives.measuring import time_collective
 from fds.profiling.peaks import of_second_call
+from fds.state import State
+from fds.step import Step
 from fds.tuning.problem import Problem
-from fds.tuning.rehearsal import Message, alone, time_calls
 from fds.tuning.spaces import Candidate
 
-Tell = Callable[[Any], None]
-Link = tuple[tuple[tuple[str, int], ...], Message]  # sizes of the axes of the mesh, and a message on it
+BLOCKS = 5  # of calls: their median counts
 
 
-def run_candidate(tell: Tell, problem: Problem, candidate: Candidate, seconds: float) -> None:
+def run_candidate(tell: Callable[[Any], None], problem: Problem, candidate: Candidate, seconds: float) -> None:
     """Train a few calls on this rank: tell their seconds, then the bytes at the peak of another call."""
     ranks = mesh(**candidate.axes)
     step = problem.step(candidate, ranks)
@@ -35,14 +39,21 @@ def run_candidate(tell: Tell, problem: Problem, candidate: Candidate, seconds: f
         tell(torch.cuda.max_memory_allocated())
 
 
-def time_messages(tell: Tell, links: tuple[Link, ...], device: str, seconds: float) -> None:
-    """Tell for each kind of message the seconds that one takes, all ranks sending it again and again.
+def time_calls(step: Step, state: State, batch: Any, seconds: float, agree: Callable[[int], int]) -> float:
+    """Return the seconds of a call: the median of blocks of at least `seconds`, after calls that learn and warm up.
 
-    What a rank does for it alone, such as adding up what it has received, is not in them: a rehearsal has done that.
+    `agree` makes of the number of calls that this rank would time the one that all of them do.
     """
-    for axes, message in links:
-        axis = mesh(**dict(axes))[tuple(message.axis.split(","))]
-        run = lambda: time_collective(axis, message.op, message.num_bytes, torch.device(device), seconds)  # noqa: B023
-        together = run()
-        with alone():
-            tell(max(0.0, together - run()))
+    metrics: Mapping[str, Tensor] = {}
+
+    def run(calls: int) -> float:
+        nonlocal state, metrics
+        begin = time.perf_counter()
+        for _ in range(calls):
+            state, metrics = step(state, batch)
+        tree.values_of(metrics["loss"])  # which waits for the device
+        return (time.perf_counter() - begin) / calls
+
+    run(2)
+    calls = agree(math.ceil(seconds / max(run(1), 1e-6)))
+    return statistics.median(run(calls) for _ in range(BLOCKS))

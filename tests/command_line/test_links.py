@@ -77,7 +77,7 @@ def be_measured() -> list:
         said = [run_doctor(), run_doctor("--json")]
     start = axis().start_send
     with mock.patch.object(type(axis()), "start_send", lambda self, *args: (time.sleep(0.02), start(*args))[1]):
-        slow = measuring.time_link(axis(), (axis().index + 1) % 2, 4, 0.001) if axis().index < 2 else 0.0
+        slow = measuring.time_link(axis(), (axis().index + 1) % 2, 4, 0.001).seconds if axis().index < 2 else 0.0
     return [*said, slow]
 
 

@@ -59,8 +59,6 @@ def test_bytes_and_seconds_are_predicted(journal):
         assert row.footprint is not None and row.prediction is not None
         assert row.footprint.is_whole and row.footprint.num_bytes == measured[row.candidate.key]
         assert min(row.prediction.computed, row.prediction.messages) > 0
-        ops = {"send"} if "pp" in row.candidate.axes else {"all_reduce", "all_gather", "reduce_scatter"}
-        assert {message.op for message in row.footprint.messages} >= ops
 
 
 def test_a_journal_takes_the_place_of_trials(journal, monkeypatch):

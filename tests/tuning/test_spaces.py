@@ -9,8 +9,8 @@ import fds
 from fds.collectives.meshes import planned
 from fds.errors import FdsError
 from fds.tuning import Report, Row, Space, standard
+from fds.tuning.footprints import Footprint, weigh
 from fds.tuning.problem import Problem
-from fds.tuning.rehearsal import Footprint, weigh
 from tests.tuning.problem import batch, layers, recipe
 
 BASE = functools.partial(fds.adamw, 1e-3)
@@ -81,7 +81,7 @@ def test_what_lives_on_a_disk_is_not_in_the_bytes_of_a_rank(tmp_path):
     space = attrs.evolve(space, compose=attrs.evolve(space.compose, directory=str(tmp_path / "file")))
     weigh(footprints.append, Problem(space, loss, loss.init, batch()), space.candidates()[1:])
     assert not footprints[2]["is_whole"] and footprints[2]["num_bytes"] < on_device["num_bytes"]
-    shown = {**footprints[2], "messages": ()}
+    shown = footprints[2]
     row = Row(space.candidates()[1], "not tried", footprint=Footprint(**shown))
     report = Report([row], (1.0, 1.0), 8, 1.0, space)
     assert str(report).endswith(f"1 predicted without activations, by formulas: {footprints[2]['unknown']}")

@@ -93,10 +93,10 @@ def measure(limit: float) -> tuple[Links, bool]:
     flops = peak_flops(device=axis.device.type)  # of all at once, as in training
     node = next((f", node {os.environ[name]}" for name in NODES if name in os.environ), "")
     rows = axis.exchange([socket.gethostname() + node, torch.get_num_threads(), flops])
-    latency, num_bytes = time_collective(axis, "all_reduce", 4, axis.device, PAIR), SMALL
-    trial = time_collective(axis, "all_reduce", num_bytes, axis.device, PAIR)
+    latency, num_bytes = time_collective(axis, "all_reduce", 4, axis.device, PAIR).seconds, SMALL
+    trial = time_collective(axis, "all_reduce", num_bytes, axis.device, PAIR).seconds
     num_bytes = max(axis.exchange(_large(num_bytes, trial)))
-    seconds = time_collective(axis, "all_reduce", num_bytes, axis.device, PAIR)
+    seconds = time_collective(axis, "all_reduce", num_bytes, axis.device, PAIR).seconds
     bus = 2 * (axis.size - 1) / axis.size * num_bytes / seconds
     pairs = _pairs(axis, end)
     return Links(tuple(RankSpeed(*row) for row in rows), pairs, LinkSpeed(latency, bus)), axis.index == 0
@@ -124,12 +124,12 @@ def _of_all(axis: Axis, mine: list[tuple[int, int, float, float]]) -> dict[Pair,
 
 
 def _link(axis: Axis, peer: int) -> LinkSpeed:
-    latency = time_link(axis, peer, 4, PAIR)
-    first = time_link(axis, peer, SMALL, PAIR)
+    latency = time_link(axis, peer, 4, PAIR).seconds
+    first = time_link(axis, peer, SMALL, PAIR).seconds
     size = torch.tensor([_large(SMALL, first)], device=axis.device)  # the lower rank decides
     (axis.start_send(size, peer) if axis.index < peer else axis.start_recv(size, peer)).wait()
     num_bytes = int(size)
-    return LinkSpeed(latency, num_bytes / time_link(axis, peer, num_bytes, PAIR))
+    return LinkSpeed(latency, num_bytes / time_link(axis, peer, num_bytes, PAIR).seconds)
 
 
 def _large(num_bytes: int, seconds: float) -> int:

@@ -24,7 +24,7 @@ MUTANTS = (
     ),
     Mutant(
         "tuning-disk-in-memory",
-        "fds/tuning/rehearsal.py",
+        "fds/tuning/footprints.py",
         'if place != "device")',
         "if False)",
         "what lives on a disk is taken to be in memory, and does not fit",
@@ -93,6 +93,22 @@ MUTANTS = (
         "return Echoes(GlooLink(self.group, self.ranks, self.index), collective, mine=mine)",
         "the memory into which gloo receives is taken anew each time",
         "tests/collectives/test_real_ranks.py",
+    ),
+    Mutant(
+        "tuning-hides-what-cores-do",
+        "fds/tuning/replay.py",
+        "yield links.cost(names[number][0]).busy",
+        "yield 0.0",
+        "messages hide behind arithmetic on the core that copies them",
+        "tests/tuning/test_replay.py",
+    ),
+    Mutant(
+        "tuning-lends-cores-to-other-machines",
+        "fds/tuning/replay.py",
+        "busy = Counter(rank // ranks_of_machine for rank in lefts)",
+        "busy = Counter(0 for rank in lefts)",
+        "ranks take the cores of a machine that they are not on",
+        "tests/tuning/test_replay.py",
     ),
     Mutant(
         "tuning-forgets-the-container",
