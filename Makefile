@@ -147,7 +147,7 @@ bench-dropping: $(READY)  ## time a step whose layers compute some of the tokens
 bench-sparse: $(READY)  ## time and weigh sparse attention on a CPU beside dense attention, 1k to 16k tokens
 	@$(BIN)/python benchmarks/sparse.py $(ARGS)
 
-bench-tuning: $(READY)  ## predict compositions on two ranks, try all, and see what the tuner would choose
+bench-tuning: $(READY)  ## predict the compositions of ten problems, try all, and see what the tuner would choose
 	@$(BIN)/python benchmarks/tuning.py $(ARGS)
 
 bench-bert: $(PEERS)  ## train a pretrained BERT on long rows, sparse and dense (needs .venv-peers and the weights, see its head)

@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]  # as a module and as a file,
 
 import attrs
 import torch
-from gpt.model import gpt
+from gpt.model import gpt  # pyright: ignore[reportMissingImports]
 from rich.console import Console
 
 import fds
@@ -149,8 +149,8 @@ def sweep(case: Case, seconds: float, few: int | None = None) -> list[Measured]:
             rows.append(Measured(candidate, footprint))
             continue
         rehearse(rehearsed.append, problem, (candidate,), seconds)
-        for link in worlds.current().links.values():  # what gloo received into, in the rehearsal, is not the trial's
-            link.scratch.free.clear()
+        for link in worlds.of_torch().links.values():  # what gloo received into, in the rehearsal, is not the trial's
+            link.scratch.free.clear()  # pyright: ignore[reportAttributeAccessIssue]  (gloo's)
         run_candidate(trial.append, problem, candidate, seconds)
         most = [max(values) for values in zip(*everyone.exchange(trial), strict=True)]
         rows.append(Measured(candidate, footprint, rehearsed[0], (most[0], most[1])))
