@@ -222,8 +222,8 @@ class Links:
         everyone.barrier()
         both = self._timed(axis, message)
         with alone():
-            one = self._timed(axis, message)
-        spent = everyone.exchange([max(0.0, both.seconds - one.seconds), max(0.0, both.busy - one.busy)])
+            single = self._timed(axis, message)
+        spent = everyone.exchange([max(0.0, both.seconds - single.seconds), max(0.0, both.busy - single.busy)])
         most, busy = (max(values) for values in zip(*spent, strict=True))
         line = (axes, message.axis, message.pair)
         has_line = message.sent > _SMALL and not worlds.current().shares_cores  # which else are all that it takes
