@@ -54,8 +54,8 @@ MUTANTS = (
     Mutant(
         "links-both-ways-as-one",
         "fds/collectives/measuring.py",
-        "OF_LINK)) / 2",
-        "OF_LINK)) / 1",
+        "there_and_back.seconds / 2",
+        "there_and_back.seconds / 1",
         "a link takes twice as long as it does",
         "tests/command_line/test_links.py",
     ),

@@ -17,8 +17,8 @@ MUTANTS = (
     Mutant(
         "tuning-journal-on-all-ranks",
         "fds/tuning/search.py",
-        "kept = Journal(journal if place.is_first else None, _name(problem))",
-        "kept = Journal(journal, _name(problem))",
+        "kept = Journal(journal if place.is_first else None, name_of(problem))",
+        "kept = Journal(journal, name_of(problem))",
         "all ranks of a launcher write into one journal",
         "tests/tuning/test_places.py",
     ),
