@@ -229,3 +229,8 @@ class Runtime:
     captured: list[Any] = attrs.field(
         factory=lambda: [None], repr=False
     )  # what the station `run` has captured, in one place
+
+    def end_all(self) -> None:
+        """End what this rank has left unfinished of what all ranks do together: each takes itself off the list."""
+        while self.under_way:
+            self.under_way[0]()

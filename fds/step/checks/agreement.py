@@ -37,9 +37,10 @@ def same_composition(step: Stations) -> None:
     unfinished of a call before, it finishes first.
     """
     axis: Axis | None = step.everyone
-    while step.runtime.under_way:
-        step.runtime.under_way[0]()
-    if axis is None or "composition" in step.runtime.asked:
+    if axis is None:
+        return
+    step.runtime.end_all()
+    if "composition" in step.runtime.asked:
         return
     named = [(_without_addresses(part.text), spelled(part.arguments)) for part in step.composition]
     pipeline = step.composing.owners.get("execute")

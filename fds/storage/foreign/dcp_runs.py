@@ -24,6 +24,7 @@ from fds.storage.format.manifest import SavedLeaf, check_extra
 from fds.storage.format.tensors import dtype_name
 from fds.storage.source import Source
 
+AMSGRAD = "max_exp_avg_sq"  # beside exp_avg and exp_avg_sq, which go on without it
 MODELS = ("model", "state_dict", "module")  # what a model is called where others have its names too
 
 
@@ -40,7 +41,7 @@ def dcp(
         params.<name>       the tensors of the model, as in its `state_dict`
         buffers.<name>      those that neither an optimizer nor `is_param` has, where both are given
         opt.<slot>.<name>   what the optimizer has of a parameter in its shape: exp_avg, exp_avg_sq, ...
-        step, calls         the updates that the optimizer counts
+        step, calls         the updates that the optimizer counts; 1 where it has slots and counts none
 
     Names are without those of wrappers: `_orig_mod` of torch.compile, those of activation checkpointing, and a first
     `module.` of DDP that no parameter has. `extra` has the optimizer's `param_groups`, and whatever else is JSON,
@@ -73,9 +74,15 @@ def dcp(
     for name, x in named.items():
         kind = "buffers" if is_known and name not in owners and name not in shapes else "params"
         kept[f"{kind}.{names[name]}"] = _leaf(x)
-    kept |= {f"opt.{slot}.{names[name]}": _leaf(x) for (slot, name), x in slots.items()}
-    if state.updates is not None:
-        kept |= {leaf: number(state.updates, torch.int64) for leaf in ("step", "calls")}
+    if any(slot == AMSGRAD for slot, _ in slots):
+        lost.append(f"left out: {AMSGRAD} of amsgrad, which is no slot of fds")
+    kept |= {f"opt.{slot}.{names[name]}": _leaf(x) for (slot, name), x in slots.items() if slot != AMSGRAD}
+    updates = state.updates
+    if updates is None and slots:  # of SGD: at step 0 a buffer would count as never written
+        lost.append("the optimizer counts no updates: step and calls are 1, from which schedules go on")
+        updates = 1
+    if updates is not None:
+        kept |= {leaf: number(updates, torch.int64) for leaf in ("step", "calls")}
     others = {path: x for path, x in rest.items() if path[:-1] != model_root}
     extra, dropped = _extra(others, {p: x for p, x in values.items() if root is None or not below(p, root)})
     if state.groups:

@@ -41,12 +41,11 @@ class Ranks:
         if not hasattr(step, "everyone"):
             hint = "fds.save(dir, state, step), fds.load(dir, step, params)"
             raise refusal(f"{doing}: this is not a step", "step", type(step).__name__, "a Step", hint)
-        while step.runtime.under_way:
-            step.runtime.under_way[0]()
         dims = step.dimensions
         partial = frozenset(slot for slot, memory in step.memory.items() if memory.lies == "partial")
         if dims.everyone is None:
             return cls(partial=partial)
+        step.runtime.end_all()
         mirrors = frozenset(name for name, memory in step.memory.items() if memory.mirrors)
         ranks = cls(dims.everyone, doing, dims.everyone.index, dims, mirrors, partial)
         return ranks if step.synchronize is None else attrs.evolve(ranks, agrees=step.synchronize.agrees)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fds.storage.loading import import_deepspeed
+from fds.storage.importing import import_deepspeed
 from tests.scripts import loaded
 from tests.storage.foreign.test_deepspeed import assert_continues, expected, go_on, make_step
 

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import fds
 from fds.errors import StorageWarning
@@ -126,3 +129,39 @@ def test_masters_of_mixed_precision_stay_what_they_are(tmp_path):
         assert got == pytest.approx(losses, rel=2**-7)  # the last bit of bfloat16
 
     fds.simulate(on_ranks, 2)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("theirs", "ours", "warned"),
+    [
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), fds.sgd(0.1, momentum=0.9), "counts no updates"),
+        (lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.5), fds.sgd(0.1, momentum=0.9, dampening=0.5), "counts no updates"),
+        (lambda p: torch.optim.Adam(p, 0.1, amsgrad=True), fds.adam(0.1), "max_exp_avg_sq"),
+    ],
+)
+def test_a_buffer_goes_on_though_nothing_counts_updates_or_another_is_left_out(tmp_path, theirs, ours, warned):
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2)
+    optimizer, x = theirs(module.parameters()), torch.linspace(-1, 1, 12).view(4, 3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        module(x).square().sum().backward()
+        optimizer.step()
+    parts = dict(zip(("model", "optim"), get_state_dict(module, optimizer), strict=True))
+    dcp.save(parts, checkpoint_id=tmp_path / "saved", no_dist=True)
+    apply, params, _ = fds.functional(module)
+    step = fds.compose(ours)(lambda params, x: apply(params, x).square().sum())
+    with pytest.warns(UserWarning, match=warned):
+        state = fds.import_dcp(tmp_path / "saved", step, params)[0]
+    assert int(state.step) == (1 if warned == "counts no updates" else 4)
+    for slot, leaves_ in state.opt.items():
+        for name, param in module.named_parameters():
+            assert_same_bits(leaves_[name], optimizer.state[param][slot])
+    state, _ = step(state, x)
+    optimizer.zero_grad()
+    module(x).square().sum().backward()
+    optimizer.step()
+    if warned == "counts no updates":
+        for name, param in module.named_parameters():
+            torch.testing.assert_close(state.params[name], param.detach(), rtol=1e-6, atol=1e-7)

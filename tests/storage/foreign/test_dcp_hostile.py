@@ -257,6 +257,7 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.filterwarnings("ignore:.*counts no updates")  # torch's SGD
 def test_an_optimizer_that_torch_computes_otherwise_is_refused(tmp_path):
     step = made(optimizer=fds.adamw(1e-3, bias_correction=False))
     with pytest.raises(fds.errors.FdsError, match="computes something else"):

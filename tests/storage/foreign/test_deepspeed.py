@@ -13,7 +13,7 @@ import fds
 from fds.errors import StorageError
 from fds.storage.foreign import deepspeed
 from fds.storage.foreign.deepspeed_files import CLASSES
-from fds.storage.loading import import_deepspeed
+from fds.storage.importing import import_deepspeed
 from tests.storage.foreign import trained
 from tests.storage.foreign.reading import read, read_all
 from tests.storage.foreign.test_weights import replace
