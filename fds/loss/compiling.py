@@ -97,7 +97,7 @@ class Compiler:
         carried = {} if now.carried is None else now.carried.values
         value, shown = self._run(compiled.call_and_show, kind, where, function, tuple(args), carried)
         if now.seen is not None:
-            now.seen[:] = shown
+            now.seen[:1] = shown
         return value
 
     def _look_once(

@@ -203,9 +203,9 @@ def _run_layers(loss: Layers, params: Any, batch: Any, buffers: dict[str, Tensor
     current = dict(buffers)
     for call in setting.mapped(layer_calls(loss, range(len(loss)), params, current, setting)):
         x = call(x)
-    if setting.mode.seen is not None:
-        setting.mode.seen[:] = [x]
     value = setting.call(len(loss), loss.compare)(x, targets)
+    if setting.mode.seen is not None:
+        setting.mode.seen[:1] = [x]
     return read(value, where="the criterion of Layers", buffers=current)
 
 

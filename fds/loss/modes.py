@@ -32,7 +32,7 @@ class Mode:
     float32: tuple[str, ...] = ()  # patterns of parameters whose modules compute in float32
     carried: StateBuffers | None = attrs.field(default=None, eq=False)  # for an eval_fn that does not take the buffers
     low: bool = False  # parameters and inputs are 16 bit: batch statistics are computed in float32 all the same
-    seen: list[Any] | None = attrs.field(default=None, eq=False)  # receives the last output
+    seen: list[Any] | None = attrs.field(default=None, eq=False)  # a module's last output, then what `show` is given
     busy: list[Any] | None = attrs.field(default=None, eq=False)  # copies of modules that backward may run again
     modules: tuple[ModuleMap, ...] = ()  # what is done to every copy of a module before it runs
     around: tuple[Around, ...] = ()  # entered around every call of a layer, and around what of it runs again
@@ -197,6 +197,6 @@ def raise_if_mixed(error: RuntimeError, params: dict, buffers: dict) -> None:
 
 
 def show(x: Any) -> None:
-    """Let the outputs of an evaluation be this, unless a module is called after it."""
+    """Let the outputs of an evaluation be this, and not the last module's."""
     if (seen := current().seen) is not None:
-        seen[:] = [x]
+        seen[:] = [x, x]

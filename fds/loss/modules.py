@@ -163,7 +163,7 @@ class Apply:
             self._check_first_call(now, run.out, inputs, trains=trains)
             self.looked.add(kind)
         if now.seen is not None:
-            now.seen[:] = [run.out]
+            now.seen[:1] = [run.out]
         return run
 
     def _check_arguments(self, params: dict, buffers: dict) -> None:

@@ -358,7 +358,7 @@ class InTurn:
         with random.scope(setting.devices), torch.no_grad():
             outcome, _ = run.each.forward(run.loss, run.params.tree, batch, run.buffers, setting)
             totals.add(outcome, run.each.loss)
-            shown: list[Any] = tree.map(_plain, setting.mode.seen) if run.outputs else []
+            shown: list[Any] = tree.map(_plain, (setting.mode.seen or [])[-1:]) if run.outputs else []
         if run.order is not None:
             run.order.finish()
         return totals, shown

@@ -210,3 +210,18 @@ def test_a_compiler_that_would_choose_other_operators_is_refused():
     with pytest.raises(ComposeError, match="cannot be one graph") as caught:
         fds.compose(fds.batch_invariant(), fds.compile(whole=True), fds.sgd(0.1))(lambda p, x: p["w"].sum())
     assert "batch_invariant" in caught.value.got
+
+
+def test_what_a_loss_shows_is_not_covered_by_a_module_called_after_it():
+    """Also where the criterion of layers is a module, whose own output is shown by nobody."""
+    targets = torch.arange(4) % 3
+
+    def criterion(logits, targets):
+        return fds.functional(torch.nn.Identity())[0]({}, -fds.nn.log_probs(logits, targets).mean())
+
+    layers = fds.Layers([torch.nn.Linear(5, 3)], criterion)
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
+    step = fds.compose(fds.sgd(0.1))(layers)
+    state = step.init(layers.init)
+    want = fds.nn.log_probs(torch.nn.functional.linear(x, *state.params.values()), targets)
+    torch.testing.assert_close(step.evaluate(state, (x, targets), outputs=True)["outputs"], want)
