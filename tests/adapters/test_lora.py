@@ -163,33 +163,92 @@ def test_ranks_do_what_one_does(form, place):
 TENSOR = {"*.0": "column", "*.2": "row"}
 
 
-@pytest.mark.parametrize("stage", [None, 3])
-def test_a_tensor_axis_is_one_rank(stage):
-    want_step, want_state, want = trained(lora("view"))
+def tensor(plan: Any = TENSOR, **more):
+    return fds.tensor_parallel(fds.mesh(tp=2, dp=-1)["tp"], plan, **more)
+
+
+PARTS = {
+    "alone": (2, lambda mesh: []),
+    "stage 3": (4, lambda mesh: [fds.shard_optimizer(mesh["dp"], stage=3, persist_below=0)]),
+    "offloaded": (2, lambda mesh: [fds.offload(moments="host")]),
+    "checkpointed": (2, lambda mesh: [fds.checkpoint_activations()]),
+    "pipeline": (4, lambda mesh: [fds.pipeline(plans.one_f_one_b, mesh["dp"], num_microbatches=2)]),
+}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tensor_axis_is_one_rank(form, parts):
+    ranks, more = PARTS[parts]
+    want_step, want_state, want = trained(lora(form))
 
     def run():
-        mesh = fds.mesh(tp=2, dp=-1)
-        more = [] if stage is None else [fds.shard_optimizer(mesh["dp"], stage=stage)]
-        step, state, losses = trained(lora("view"), fds.tensor_parallel(mesh["tp"], TENSOR), *more)
-        return step.params(state), losses, [*step.structure(PARAMS).params] if stage is None else []
+        step, state, losses = trained(lora(form), tensor(), *more(fds.mesh(tp=2, dp=-1)))
+        return step.params(state), losses
 
-    for params, losses, _ in fds.simulate(run, 2 if stage is None else 4):
+    for params, losses in fds.simulate(run, ranks):
         close(losses, want)
         close(params, want_step.params(want_state))
 
 
+TOKENS = torch.linspace(-1, 1, 2 * 6 * 8).view(2, 6, 8).sin(), torch.linspace(0, 1, 2 * 6 * 4).view(2, 6, 4)
+PLANS = {
+    "gathered": ({"*.0": fds.nn.column(gather=True), "*.3": fds.nn.column(gather=True)}, {}),
+    "parts": ({"*.0": fds.nn.column(parts=2), "*.3": fds.nn.row(parts=(6, 6))}, {}),
+    "uneven": ({"*.0": fds.nn.column(parts=(5, 7)), "*.3": fds.nn.row(parts=(5, 7))}, {}),
+    "sequence": ({"0": "sequence", "1": "sequence", "*.0": "column", "*.3": "row"}, {"sequence": True}),
+    "beside messages": ({"*.0": "column", "*.3": "row"}, {"overlap": 2}),
+    "both": ({"0": "sequence", "*.0": "column", "*.3": "row"}, {"sequence": True, "overlap": 2}),
+    "whole in parts": ({"*": "sequence", "0.0": "column", "0.3": "row"}, {"sequence": True}),
+    "compared": ({"*.0": "column", "*.3": "row"}, {"verify": True}),
+}  # fmt: skip
+
+
+KINDS = ["plain", "dropout", "two", "rounded", "dora"]
+CASES = [*((plan, "plain") for plan in PLANS), *((plan, kind) for plan in ("uneven", "sequence") for kind in KINDS[1:])]
+
+
+@pytest.mark.parametrize(("plan", "kind"), CASES)
+def test_layers_on_a_tensor_axis_compute_what_one_rank_does(plan, kind):
+    """Gradients and losses in float64: whatever divides the layers, however they are sent, with dropout of both."""
+    torch.manual_seed(1)
+    inner = lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Dropout(0.2 * (kind == "dropout")), nn.Linear(12, 8))
+    linear = fds.Layers([inner().double(), inner().double(), nn.Linear(8, 4).double()], nn.functional.mse_loss)
+    weights = "(0|1).0.weight" if kind == "dora" else "(0|1).*.weight"
+    parts = [fds.lora(weights, rank=2, dropout=0.3 * (kind == "dropout"), dora=kind == "dora")]
+    if kind == "two":
+        parts += [fds.lora(weights, rank=3, alpha=5, name="second")]
+    if kind == "rounded":
+        parts = [fds.quantize_activations(["0.0", "0.3"]), *parts, fds.quantize_activations(["1.0", "1.3"])]
+    divided, more = PLANS[plan]
+
+    def losses_and_changes(*others):
+        step = fds.compose(*parts, *others, fds.sgd(1.0))(linear)
+        given = fds.compose(*parts, fds.sgd(1.0))(linear).init(linear.init, key=3).params
+        generator = torch.Generator().manual_seed(2)
+        given = {n: x + 0.3 * torch.randn(x.shape, generator=generator, dtype=x.dtype) if "lora" in n else x.double()
+                 for n, x in given.items()}  # fmt: skip
+        state, losses = step.init(given, key=5), []
+        for _ in range(2):
+            state, metrics = step(state, tuple(x.double() for x in TOKENS))
+            losses.append(metrics["loss"])
+        evaluated = step.evaluate(state, tuple(x.double() for x in TOKENS))["loss"]
+        return losses, evaluated, step.params(state)
+
+    want = losses_and_changes()
+    for got in fds.simulate(lambda: losses_and_changes(tensor(divided, **more)), 2):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
 def test_dora_on_a_tensor_axis_has_whole_rows():
-    kind = {"form": "view", "dora": True, "rank": 2}
-    _, _, want = trained(fds.lora("*.0.weight", **kind))
-
-    def run(pattern):
-        tensor = fds.tensor_parallel(fds.mesh(tp=2)["tp"], TENSOR)
-        return trained(fds.lora(pattern, **kind), tensor)[2]
-
-    for losses in fds.simulate(lambda: run("*.0.weight"), 2):
-        close(losses, want)
-    with pytest.raises(ComposeError, match="length of a row"):
-        fds.simulate(lambda: run("*.2.weight"), 2)
+    for form in FORMS:
+        kind = {"form": form, "dora": True, "rank": 2}
+        _, _, want = trained(fds.lora("*.0.weight", **kind))
+        run = lambda pattern, kind=kind: trained(fds.lora(pattern, **kind), tensor())[2]
+        for losses in fds.simulate(lambda run=run: run("*.0.weight"), 2):
+            close(losses, want)
+        with pytest.raises(ComposeError, match="length of a row"):
+            fds.simulate(lambda run=run: run("*.2.weight"), 2)
 
 
 def test_a_run_goes_on_at_another_stage(tmp_path):
@@ -338,15 +397,5 @@ def test_what_cannot_be_adapted_is_refused():
     with pytest.raises(LossError, match="unknown"):
         apply(step.params(step.init(params)), ROWS[0])
 
-    def run(*parts):
-        mesh = fds.mesh(tp=2)
-        return trained(*parts, fds.tensor_parallel(mesh["tp"], TENSOR))
-
-    def late():
-        mesh = fds.mesh(tp=2)
-        return trained(fds.tensor_parallel(mesh["tp"], TENSOR), lora("view"))
-
-    with pytest.raises(ComposeError, match="pieces of a layer"):
-        fds.simulate(lambda: run(lora()), 2)
     with pytest.raises(ComposeError, match="before what divides"):
-        fds.simulate(late, 2)
+        fds.simulate(lambda: trained(tensor(), lora("view")), 2)

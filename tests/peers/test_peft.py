@@ -15,7 +15,7 @@ TARGETS = {"gpt2": ["c_attn", "c_fc", "c_proj"], "llama": ["q_proj", "v_proj", "
 PATTERN = {"gpt2": "*.(c_attn|c_fc|c_proj).weight", "llama": "*.(q|v|up|down)_proj.weight"}
 
 
-def model(family):
+def model(family, **more):
     transformers = importlib.import_module("transformers")
     torch.manual_seed(0)
     if family == "gpt2":
@@ -26,7 +26,8 @@ def model(family):
         )
     config = transformers.LlamaConfig(
         vocab_size=31, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, bos_token_id=0, eos_token_id=0, attn_implementation="eager",
+        num_key_value_heads=more.get("num_key_value_heads", 1), bos_token_id=0, eos_token_id=0,
+        attn_implementation="eager",
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).double().eval()
 
@@ -84,6 +85,38 @@ def test_loss_and_gradients_are_those_of_peft(family, kind, form, tmp_path, quie
     assert changed == want_grads.keys()
     for name in changed:
         torch.testing.assert_close(before[name] - after[name], want_grads[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["layer", "view"])
+@pytest.mark.parametrize(("family", "kind"), [("gpt2", "plain"), ("llama", "plain"), ("llama", "dora")])
+def test_ranks_of_a_tensor_axis_have_the_loss_and_gradients_of_peft(family, kind, form, tmp_path, quiet):
+    peft = importlib.import_module("peft")
+    targets = ["q_proj", "up_proj"] if kind == "dora" else TARGETS[family]  # rows are whole where outputs are divided
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, use_dora=kind == "dora", lora_dropout=0.0,
+                             fan_in_fan_out=family == "gpt2", init_lora_weights=False)  # fmt: skip
+    theirs = peft.get_peft_model(model(family, num_key_value_heads=2), config, autocast_adapter_dtype=False).eval()
+    theirs.save_pretrained(tmp_path)
+    want = theirs(input_ids=tokens(), labels=tokens()).loss
+    trained = {n: p for n, p in theirs.named_parameters() if p.requires_grad}
+    want_grads = dict(zip(map(local_name, trained), torch.autograd.grad(want, [*trained.values()]), strict=True))
+    adapter = fds.adapters.read(tmp_path, form=form)
+    modules = [model(family, num_key_value_heads=2) for _ in range(2)]
+
+    def run():
+        axis = fds.mesh(tp=2)["tp"]
+        apply, params, _ = fds.functional(modules[axis.index])
+        step = fds.compose(*adapter.transforms, fds.tensor_parallel(axis), fds.sgd(1.0))(
+            lambda p, b: apply(p, input_ids=b, labels=b).loss
+        )
+        state = step.init(adapter.beside(params))
+        new, metrics = step(state, tokens())
+        return metrics["loss"], step.params(state), step.params(new)
+
+    for loss, before, after in fds.simulate(run, 2):
+        torch.testing.assert_close(loss, want.detach(), rtol=1e-6, atol=1e-9)
+        for name, grad in want_grads.items():
+            torch.testing.assert_close(before[name] - after[name], grad, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)

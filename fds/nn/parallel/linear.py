@@ -13,6 +13,8 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +24,10 @@ from torch import Tensor, nn
 from fds.errors import LossError, is_int
 from fds.nn.parallel import checking
 from fds.nn.parallel.region import Region, join_features, ranges
+
+Beside = Callable[
+    [Tensor], Tensor
+]  # this rank's product -> the same with what is added to it, before ranks exchange it
 
 
 class Piece:
@@ -67,9 +73,12 @@ class ColumnLinear(Piece, nn.Linear):
         self.parts = lengths(parts, out_features, type(self).__name__)
         self.gather = gather
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's columns of the product (..., out / ranks), or all (..., out) where they are gathered."""
-        return through_columns(self, x, self.weight, self.bias)
+    def forward(self, x: Tensor, *, beside: Beside | None = None) -> Tensor:
+        """Return this rank's columns of the product (..., out / ranks), or all (..., out) where they are gathered.
+
+        `beside` changes this rank's columns before.
+        """
+        return through_columns(self, x, self.weight, self.bias, beside)
 
 
 class RowLinear(Piece, nn.Linear):
@@ -85,9 +94,12 @@ class RowLinear(Piece, nn.Linear):
         checking.factory("RowLinear", factory)
         super().__init__(in_features, out_features, bias, **factory)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the product (..., out), given this rank's piece of the inputs (..., in / ranks)."""
-        return through_rows(self, x, self.weight, self.bias)
+    def forward(self, x: Tensor, *, beside: Beside | None = None) -> Tensor:
+        """Return the product (..., out), given this rank's piece of the inputs (..., in / ranks).
+
+        `beside` changes this rank's term of the sum.
+        """
+        return through_rows(self, x, self.weight, self.bias, beside)
 
 
 class ColumnConv1D(Piece, nn.Module):
@@ -96,9 +108,9 @@ class ColumnConv1D(Piece, nn.Module):
     weight: Tensor
     bias: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's columns of the product."""
-        return through_columns(self, x, self.weight.T, self.bias)
+    def forward(self, x: Tensor, *, beside: Beside | None = None) -> Tensor:
+        """Return this rank's columns of the product; see `ColumnLinear`."""
+        return through_columns(self, x, self.weight.T, self.bias, beside)
 
 
 class RowConv1D(Piece, nn.Module):
@@ -107,33 +119,41 @@ class RowConv1D(Piece, nn.Module):
     weight: Tensor
     bias: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the product."""
-        return through_rows(self, x, self.weight.T, self.bias)
+    def forward(self, x: Tensor, *, beside: Beside | None = None) -> Tensor:
+        """Return the product; see `RowLinear`."""
+        return through_rows(self, x, self.weight.T, self.bias, beside)
 
 
-def through_columns(layer: Piece, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the columns of a product that this rank has the weights of."""
+def through_columns(layer: Piece, x: Tensor, weight: Tensor, bias: Tensor | None, beside: Beside | None) -> Tensor:
+    """Return the columns of a product that this rank has the weights of, changed by `beside`."""
     region = layer.region
     if region is None:
-        return F.linear(x, weight, bias)
-    if region.overlaps and layer.alone:
+        return _changed(F.linear(x, weight, bias), beside)
+    if region.overlaps and layer.alone and beside is None:
         y = region.columns(x, weight, bias, run=layer.run)
     else:
-        y = F.linear(region.enter(x, run=layer.run), weight, bias)
+        y = _changed(F.linear(region.enter(x, run=layer.run), weight, bias), beside)
     if layer.gather:
         return join_features(y, region.axis, layer.cut)
     region.inside_of(layer.cut, y)
     return y
 
 
-def through_rows(layer: Piece, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return a product of which every rank has the weights of some of the inputs."""
+def through_rows(layer: Piece, x: Tensor, weight: Tensor, bias: Tensor | None, beside: Beside | None) -> Tensor:
+    """Return a product of which every rank has the weights of some of the inputs, and a term that `beside` changes."""
     region = layer.region
     if region is None:
-        return F.linear(x, weight, bias)
-    y = region.rows(x, weight, layer.cut, run=layer.run)
+        return _changed(F.linear(x, weight, bias), beside)
+    change = None if beside is None else functools.partial(_changed, beside=beside)
+    y = region.rows(x, weight, layer.cut, run=layer.run, change=change)
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def _changed(y: Tensor, beside: Beside | None) -> Tensor:
+    if beside is None:
+        return y
+    with torch._C.DisableTorchFunction():  # private; it knows that it is given pieces, and draws for the whole itself
+        return beside(y)
 
 
 def is_product(module: nn.Module) -> bool:

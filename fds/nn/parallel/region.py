@@ -95,16 +95,25 @@ class Region:
         options = {"dim": x.dim() + self.dim, "chunks": self.chunks}
         return self._unpad(overlapped.gathered_linear(x, [weight], [bias], self.axis, **options)[0], run)
 
-    def rows(self, x: Tensor, weight: Tensor, cut: tuple[int, ...], *, run: str | None) -> Tensor:
+    def rows(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        cut: tuple[int, ...],
+        *,
+        run: str | None,
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Return the sum of the ranks' products, beside its message where that is cut; see `leave`.
 
-        Of the whole input, parts of these lengths are divided.
+        Of the whole input, parts of these lengths are divided. `change` is given a product before it is sent.
         """
         self._left = x, cut
         if self.look is not None:
             self.look(x, weight, cut)
-        if not self.overlaps:
-            return self.leave(F.linear(x, weight), run=run)
+        if change is not None or not self.overlaps:
+            y = F.linear(x, weight)
+            return self.leave(y if change is None else change(y), run=run)
         self._close(run)
         if run is None:
             return overlapped.linear_summed(x, weight, self.axis, self.chunks)
@@ -237,8 +246,7 @@ class Region:
         wholes = {part for part, (_, n) in zip(inside, pieces, strict=True) if n == x.shape[-1]}
         fits = inside is not self.inside or not self.lead or self.lead == x.shape[:-1]
         if fits and x.shape[-1] == sum(n for _, n in pieces):
-            starts = itertools.accumulate(inside, initial=0)
-            return -1, sum(inside), [(start + first, n) for start, (first, n) in zip(starts, pieces, strict=False)]
+            return self.features(inside)
         if fits and len(wholes) == 1:
             whole = wholes.pop()
             return -1, whole, [ranges(whole, self.axis)[index]]
@@ -249,6 +257,14 @@ class Region:
             got=f"shape {tuple(x.shape)}, made of pieces of features {inside}: {(*self.lead, local_width)}",
             want="a piece of features; or heads (batch, heads, sequence, ...), in a module that the plan calls 'heads'",
         )
+
+    def features(self, parts: tuple[int, ...]) -> tuple[int, int, list[tuple[int, int]]]:
+        """Return the same as `piece` for features of which parts of these lengths are divided."""
+        pieces, starts = (
+            [ranges(part, self.axis)[self.axis.index] for part in parts],
+            itertools.accumulate(parts, initial=0),
+        )
+        return -1, sum(parts), [(start + first, n) for start, (first, n) in zip(starts, pieces, strict=False)]
 
     def _parts_of(self, x: Tensor) -> tuple[int, ...]:
         """Return the lengths of the parts of which an activation is this rank's pieces, none where it is whole.

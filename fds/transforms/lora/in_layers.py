@@ -15,13 +15,19 @@ from fds.compression.activations import is_linear
 from fds.errors import ComposeError, LossError
 from fds.layout import Leaf
 from fds.loss import Root, Submodules
+from fds.nn.parallel import tokens
+from fds.nn.parallel.linear import RowConv1D, RowLinear
 from fds.step import Call
 from fds.transforms.lora.low_rank import PARTS, LowRank, length
 
 
 @attrs.frozen(eq=False)
 class InLayers:
-    """The rule of linear layers with factors: y = x W^T + s dropout(x) A^T B^T; W + s B A is never made."""
+    """The rule of linear layers with factors: y = x W^T + s dropout(x) A^T B^T; W + s B A is never made.
+
+    On a tensor axis a rank adds this to its columns of y, or to its term of the sum, with the pieces of factors that it
+    has: nothing more is sent.
+    """
 
     adapter: LowRank
     names: Mapping[str, str]  # of weights, by the layer's
@@ -56,12 +62,23 @@ class InLayers:
         kwargs: dict[str, Any],
     ) -> Tensor:
         """Return what a layer returns, and what its factors add. Raises `LossError` for what is no activation."""
-        y, x = forward(*args, **kwargs), args[0] if args else next(iter(kwargs.values()), None)
+        x = args[0] if args else next(iter(kwargs.values()), None)
         if not (isinstance(x, Tensor) and x.is_floating_point()):
             raise LossError("lora: a layer is given no activation", where=name, got=f"{type(x).__name__}")
+        before = kwargs.get("beside")  # of an adapter that comes after this one
+
+        def beside(y: Tensor) -> Tensor:
+            y = self._added(y, x, name, module)
+            return y if before is None else before(y)
+
+        if getattr(module, "region", None) is None:
+            return self._added(forward(*args, **kwargs), x, name, module)
+        return forward(*args, **{**kwargs, "beside": beside})  # a rank's columns, or its term of rows
+
+    def _added(self, y: Tensor, x: Tensor, name: str, module: Any) -> Tensor:
+        """Return y, what a layer makes of x without its factors, with what these add."""
         a, b, *rest = (_at(module, f"{part}.{self.adapter.name}.weight") for part in PARTS[: 2 + self.adapter.dora])
-        h = F.dropout(x, self.adapter.dropout, training=module.training) if self.adapter.dropout else x
-        h = F.linear(h.to(a.dtype), a) * self.adapter.scale
+        h = F.linear(self._given(x, module).to(a.dtype), a) * self.adapter.scale
         if not rest:
             flat = torch.addmm(y.reshape(-1, y.shape[-1]), h.reshape(-1, h.shape[-1]).to(y.dtype), b.T.to(y.dtype))
             return flat.view(y.shape)
@@ -70,6 +87,15 @@ class InLayers:
         y = (y if bias is None else y - bias) + F.linear(h, b).to(y.dtype)
         y = y * factor.to(y.dtype)
         return y if bias is None else y + bias
+
+    def _given(self, x: Tensor, module: Any) -> Tensor:
+        """Return what A is given: of a row a rank's piece of the inputs, of a column all of them; with dropout."""
+        region, p = getattr(module, "region", None), self.adapter.dropout if module.training else 0.0
+        if region is None:
+            return F.dropout(x, p) if p else x
+        cut = tokens.Cut(*region.features(module.cut)) if isinstance(module, RowLinear | RowConv1D) else None
+        x = region.enter(x, run=module.run) if cut is None else x
+        return tokens.drop(x, p, cut) if p else x
 
     def _factor(self, weight: Any, a: Tensor, b: Tensor, m: Tensor, name: str) -> Tensor:
         """Return by what outputs are multiplied: |W_i + s B_i A|^2 = |W_i|^2 + 2 s B_i A W_i + s^2 B_i A A^T B_i."""

@@ -95,7 +95,7 @@ class LowRank:
     def lie(self, lies: Mapping[str, Lies]) -> dict[str, Lies]:
         """Return how factors lie along a tensor axis: cut as their weight is; what is whole has a part of its gradient.
 
-        Raises `ComposeError` for factors in layers, and for rows whose lengths no rank knows.
+        Raises `ComposeError` for rows whose lengths no rank knows.
         """
         result: dict[str, Lies] = {}
         for weight, how in lies.items():
@@ -105,13 +105,6 @@ class LowRank:
             if not isinstance(how, SplitDim):
                 result |= dict.fromkeys(names, how)
                 continue
-            if self.form == "layer":
-                raise ComposeError(
-                    "lora: ranks of a tensor axis compute with pieces of a layer",
-                    where=weight,
-                    got="form='layer'",
-                    want="form='view', or patterns of layers that are not divided",
-                )
             by_rows = (how.dim == 0) != (weight in self.transposed)
             if self.dora and not by_rows:
                 raise ComposeError(
