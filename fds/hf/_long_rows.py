@@ -156,12 +156,14 @@ def part(batch: Mapping[str, Tensor], axis: Axis, *, layout: Layout = "contiguou
     out |= {} if mask is None else {"attention_mask": mask}
     out |= {} if documents is None else {"documents": documents}
     more = -length % (axis.size * (1 + (layout == "zigzag")))
-    fill = {"shift_labels": IGNORED, "documents": None if documents is None else int(documents.max()) + 1}
+    fill = {"shift_labels": IGNORED}
     cut: dict[str, Any] = {"cut": _cut(axis, layout)}
     for name, x in out.items():
         whole = nn.functional.pad(x, (0, more), value=fill.get(name, 0)) if more else x
         if more and name == "position_ids":  # the last one again, which tables of positions have
             whole[:, length:] = x[:, -1:]
+        if more and name == "documents":  # another one's, as an int64: a fill value passes through float64
+            whole[:, length:] = x.max() + 1
         piece = zigzag(whole, axis) if layout == "zigzag" else whole.chunk(axis.size, 1)[axis.index]
         cut[name] = piece.contiguous()
     return cut

@@ -5,8 +5,8 @@
 q (B, H, Sq, D), k and v (B, G, Sk, D). Blocks of queries and keys are merged as `fds.kernels.partial_attention` merges
 the keys of several ranks. A block of which no query sees a key is not computed; where all see all there is no mask.
 
-Holds: beside the result one mask (B, 1, QUERIES, KEYS), forward and backward. On a GPU whose kernel takes documents
-that one runs, where there is no window.
+Holds: beside the result one mask (B, 1, QUERIES, KEYS), forward and backward; on a GPU a block's scores too, (B, H,
+QUERIES, KEYS) float32. On one whose kernel takes documents that one runs, where there is no window.
 Sources: Dao et al. 2022, arXiv:2205.14135, section 3.1; Beltagy et al. 2020, arXiv:2004.05150 (windows).
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fds.kernels import arguments, partial_attention as partial
 from fds.kernels.flash import kernel_runs
-from fds.kernels.operators import Function, first_order
+from fds.kernels.operators import Function, as_rows, first_order
 
 QUERIES, KEYS = 1024, 2048  # of a block: the mask has 8 MB of float32 for a row
 WHOLE = 2**24  # scores of a head up to which one mask is made of all: at most 4096 by 4096
@@ -156,6 +156,11 @@ class _Blocks(Function):
             return (None,) * 9
         return *first_order(_Gradients(*ctx.options), dout, *ctx.saved_tensors), *[None] * 6
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        results = _Blocks.apply(*as_rows(info.batch_size, in_dims, args))
+        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0, 0)
+
 
 @attrs.frozen
 class _Gradients:
@@ -165,6 +170,7 @@ class _Gradients:
     window: int | None
     scale: float
     name: str = "attention_in_blocks_backward"
+    has_rows: ClassVar = True
 
     def __call__(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, of_queries: Tensor | None,

@@ -285,6 +285,7 @@ def flash_attention(
     Under autocast q, k and v are cast as by torch's attention. Raises `KernelError` for any other dtype, shape or
     device, D beyond a block, a bias that requires a gradient, p outside [0, 1), and dropout without a seed.
     """
+    arguments.flags(causal=causal)
     q, k, v = arguments.as_products_cast(q, k, v)
     check(q, k, v, key_padding, bias, scale, p, documents)
     is_triton = runs_triton("flash_attention", q)
@@ -301,7 +302,7 @@ def flash_attention(
     seed = philox.as_seed(seed, q.device) if p else None
     k = k.view_as(k) if k is q else k  # torch.compile does not accept one tensor as two arguments
     v = v.view_as(v) if v is q or v is k else v
-    masks, others = (key_padding, bias, seed, documents), (bool(causal), float(scale), float(p), offset)
+    masks, others = (key_padding, bias, seed, documents), (causal, float(scale), float(p), offset)
     if is_triton:
         return _Flash.apply(q, k, v, *masks, None, *others)[0]
     return _Recomputed.apply(q, k, v, *masks, *others)

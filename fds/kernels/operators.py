@@ -14,7 +14,7 @@ not marked as non-differentiable.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -118,6 +118,25 @@ class _FirstOrder(Function):
             "a kernel has no second derivative", where=ctx.operator, got="a gradient of its gradient",
             hint="references have one: with fds.kernels.only('reference'): ...",
         )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, op: Any, *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        if not getattr(op, "has_rows", False):
+            raise KernelError("a kernel's backward pass has no vmap", where=op.name, got="a gradient inside of vmap")
+        results = tuple(_FirstOrder.apply(op, *as_rows(info.batch_size, in_dims[1:], args)))
+        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0,) * len(results)
+
+
+def as_rows(count: int, dims: Sequence[int | None], args: Sequence[Any]) -> list[Any]:
+    """Return arguments in which the dim of a vmap, or as many copies, is part of the first dim; no tensors as they are.
+
+    An operator that computes each row of the first dim by itself is thus its own rule; it says so by `has_rows`.
+    """
+
+    def rows(x: Tensor, dim: int | None) -> Tensor:
+        return (x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+    return [rows(x, dim) if isinstance(x, Tensor) else x for x, dim in zip(args, dims, strict=True)]
 
 
 def first_order(op: Callable, *args: Any) -> Any:

@@ -32,6 +32,8 @@ from fds.kernels.attention_blocks import WHOLE, Mask, attention as attention_in_
 from fds.kernels.flash import flash_attention, kernel_runs
 from fds.kernels.flash_blocks import LEAST_BIAS
 
+MAX_INT = 2**63 - 1  # with which positions are compared
+
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_padding: Tensor | None = None,
@@ -61,6 +63,7 @@ def attention(
 
     Raises `KernelError` as `flash_attention` does.
     """
+    arguments.flags(causal=causal)
     if window is not None:
         check_window(window, causal, bias, p)
     has_mask = key_padding is not None or bias is not None or documents is not None
@@ -85,8 +88,9 @@ def attention(
 
 def check_window(window: Any, causal: bool, bias: Tensor | None, p: float) -> None:
     """Raise `KernelError` for what is no window, and what is not computed with one."""
-    if not is_int(window, 1):
-        raise KernelError("window counts keys", where="window", got=repr(window)[:80], want="an int >= 1, or None")
+    if not is_int(window, 1) or window > MAX_INT:
+        want = "an int from 1 to 2**63 - 1, or None"
+        raise KernelError("window counts keys", where="window", got=repr(window)[:80], want=want)
     if bias is not None or p or not causal:
         got = "a bias" if bias is not None else f"p={p}" if p else "causal=False"
         raise KernelError(

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import BytesIOWriteData, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fds.errors import StorageError
+from fds.errors import StorageError, did_you_mean
 from fds.layout import Box
 from fds.optim import Optimizer, torch_groups
 from fds.storage.format import boxes
@@ -55,29 +55,46 @@ class Plan:
     """What a checkpoint will hold: the same on all ranks.
 
     Attributes:
-        keys: where a leaf goes in the state dict, by key path.
+        keys: where a leaf goes in the state dict, by key path; a tied one goes to several places.
         leaves: dtype and shape of what is written, by name in the checkpoint.
         values: other values, which the first rank writes.
     """
 
-    keys: dict[str, Keys] = attrs.field(factory=dict)
+    keys: dict[str, list[Keys]] = attrs.field(factory=dict)
     leaves: dict[Keys, tuple[torch.dtype, tuple[int, ...]]] = attrs.field(factory=dict)
     values: dict[Keys, Any] = attrs.field(factory=dict)
 
     @classmethod
-    def of(cls, leaves: Mapping[str, SavedLeaf], dtype: torch.dtype | None, model: Keys) -> Plan:
-        """Return the plan for a model's parameters and buffers."""
+    def of(
+        cls, leaves: Mapping[str, SavedLeaf], dtype: torch.dtype | None, model: Keys, tied: Mapping[str, str]
+    ) -> Plan:
+        """Return the plan for a model's parameters and buffers; `tied` has more names, each with the one that it is of.
+
+        Raises `StorageError` for a name of nothing, and a further name that something has already.
+        """
         plan = cls()
+        names = {path.partition(".")[2] for path in leaves if path.startswith(("params.", "buffers."))}
+        for other, name in tied.items():
+            if name not in names:
+                hint = did_you_mean(name, sorted(names))
+                raise StorageError("a name is tied to one that the model has not", where=f"tied[{other!r:.60}]",
+                                   got=name[:80], hint=hint)  # fmt: skip
+            if other in names:
+                raise StorageError(
+                    "two things would have one name", where=other[:80], want="other names than the model's"
+                )
         for path, leaf in leaves.items():
             kind, _, name = path.partition(".")
             kept = DTYPES[leaf.dtype]
             if kind in ("params", "buffers"):
                 as_ = dtype if dtype is not None and kept.is_floating_point else kept
-                plan._add(path, (*model, name), as_, leaf.shape)
+                for each in (name, *(other for other, of in tied.items() if of == name)):
+                    plan._add(path, (*model, each), as_, leaf.shape)
         return plan
 
     def _add(self, path: str, keys: Keys, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.keys[path], self.leaves[keys] = keys, (dtype, shape)
+        self.keys.setdefault(path, []).append(keys)
+        self.leaves[keys] = dtype, shape
 
     def add_optimizer(
         self,
@@ -127,10 +144,11 @@ class Plan:
             tensors[index] = x, box
 
         for piece in pieces:
-            keys, flat = self.keys[piece.name], piece.tensor.detach().reshape(-1)
-            box = boxes.whole(self.leaves[keys][1]) if piece.box is None else piece.box
+            places, flat = self.keys[piece.name], piece.tensor.detach().reshape(-1)
+            box = boxes.whole(self.leaves[places[0]][1]) if piece.box is None else piece.box
             for at, rectangle in boxes.rectangles(box, piece.start, piece.start + len(flat)):
-                add(keys, flat[at : at + boxes.numel(rectangle)], rectangle)
+                for keys in places:
+                    add(keys, flat[at : at + boxes.numel(rectangle)], rectangle)
         for keys, value in self.values.items() if ranks.index == 0 else ():
             if keys in self.leaves:
                 add(keys, value, ())

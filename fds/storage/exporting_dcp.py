@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
+from fds.errors import is_a
 from fds.media.locks import hold_lock
 from fds.state import State
 from fds.step import Step
@@ -37,6 +38,7 @@ def export_dcp(
     model: str = "model",
     optimizer: str | None = "optim",
     flat: bool = False,
+    tied: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a state as a checkpoint of `torch.distributed.checkpoint` (DCP), which FSDP2 runs load; return its folder.
 
@@ -52,6 +54,8 @@ def export_dcp(
         dtype: of floating-point parameters and buffers; None keeps them. Those of the optimizer's state stay.
         model: where in the state dict the model's tensors are, keys with dots between; "" for the top.
         optimizer: the same of the optimizer's state; None leaves it out.
+        tied: further names of the model's tensors, each with the name that the state has: `{"head.weight":
+            "embed.weight"}`. A job whose weights are tied has all of their names, the optimizer only the first.
         flat: write groups as `StateDictOptions(flatten_optimizer_state_dict=True)` has them, one for each parameter.
 
     Raises, on every rank if on any, `StorageError` for what cannot be written, and for an optimizer that computes what
@@ -68,11 +72,15 @@ def export_dcp(
         if not (texts and isinstance(flat, bool)):
             got, want = f"{model=}, {optimizer=}, {flat=}"[:120], 'two keys, such as "model" and "optim"'
             raise refusal("export_dcp takes other values", "export_dcp", got, want)
+        tied = {} if tied is None else tied
+        if not (is_a(tied, Mapping) and all(is_a(x, str) and x for pair in tied.items() for x in pair)):
+            want = '{"head.weight": "embed.weight"}, or None'
+            raise refusal("export_dcp takes names by other names", "tied", repr(tied)[:80], want)
         state.check("export_dcp")
         structure, _ = step.held_by(state)
         parts = {name: part for name, part in parts_of(state, ranks).items() if not split_version(name)[1]}
         check_writable({name: part.tensor for name, part in parts.items()})
-        asked = {"path": str(to), "dtype": str(dtype), "keys": f"{model}, {optimizer}, {flat}"}
+        asked = {"path": str(to), "dtype": str(dtype), "keys": f"{model}, {optimizer}, {flat}, {dict(tied)}"}
         exchange.mine = asked | agreement(parts, ranks)
     ranks.check_equal(exchange.all)
     union = AllLeaves.of(parts, ranks)
@@ -80,7 +88,7 @@ def export_dcp(
         exchange.mine = list(structure.trained_names)
     trained = {name for names in exchange.all for name in names}
     with ranks.together():
-        plan = Plan.of(union.leaves, dtype, as_keys(model))
+        plan = Plan.of(union.leaves, dtype, as_keys(model), tied)
         if optimizer is not None and step.optimizer is not None:
             plan.add_optimizer(union.leaves, step.optimizer, trained, int(state.step), as_keys(optimizer), flat=flat)
         plan.check()

@@ -21,6 +21,13 @@ def test_a_part_has_shifted_targets_and_places_in_whole_rows():
     assert second["documents"].tolist() == [[1, 1, 2]]
 
 
+@pytest.mark.parametrize("last", [2**63 - 1, 2**53])
+def test_a_row_is_filled_up_whatever_the_numbers_of_its_documents_are(last):
+    rows = {"input_ids": torch.tensor([[5, 6, 7]]), "documents": torch.tensor([[3, 3, last]])}
+    numbers = fds.simulate(lambda: fds.hf.part(rows, fds.mesh(sp=2)["sp"])["documents"].tolist(), 2)
+    assert numbers[0] == [[3, 3]] and numbers[1][0][0] == last != numbers[1][0][1]
+
+
 def test_zigzag_parts_are_those_of_attention():
     rows = torch.arange(11)[None]
 

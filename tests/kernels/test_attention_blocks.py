@@ -69,6 +69,24 @@ def test_values_and_gradients_are_those_of_one_mask(mask, small):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("window", [6, 2**63 - 1])
+def test_windows_are_computed_under_vmap_and_so_are_their_gradients(window, small):
+    *qkv, _, documents, _ = made()
+    qkv = [torch.stack([x, x.flip(2), 2 * x]) for x in qkv]
+    several = torch.stack([documents, documents.flip(1), documents], 1)
+
+    def loss(q, k, v, documents):
+        return fds.kernels.attention(q, k, v, causal=True, documents=documents, window=window).square().sum()
+
+    run = torch.func.grad_and_value(loss, (0, 1, 2))
+    for dim, numbers in ((1, several), (None, documents)):
+        got = torch.vmap(run, (0, 0, 0, dim))(*qkv, numbers)
+        for i in range(3):
+            want = run(*(x[i] for x in qkv), numbers if dim is None else numbers[:, i])
+            for x, y in zip((*got[0], got[1]), (*want[0], want[1]), strict=True):
+                torch.testing.assert_close(x[i], y, rtol=1e-10, atol=1e-12)
+
+
 def turned(x):
     """Return the same numbers, whose features do not lie side by side."""
     return x.mT.contiguous().mT
@@ -146,6 +164,9 @@ def test_long_rows_have_no_mask_of_all_tokens_by_all():
     [
         ({"window": 0, "causal": True}, "counts keys"),
         ({"window": True, "causal": True}, "counts keys"),
+        ({"window": 2**63, "causal": True}, "counts keys"),
+        ({"causal": "no"}, "is a flag"),
+        ({"causal": None, "p": 0.5, "seed": 0}, "is a flag"),
         ({"window": 3}, "is causal"),
         ({"window": 3, "causal": True, "p": 0.5, "seed": 0}, "nor dropout"),
         ({"window": 3, "causal": True, "bias": torch.zeros(S, S)}, "neither a bias"),

@@ -5,7 +5,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fds
 from fds.errors import StorageWarning
@@ -129,6 +129,44 @@ def test_masters_of_mixed_precision_stay_what_they_are(tmp_path):
         assert got == pytest.approx(losses, rel=2**-7)  # the last bit of bfloat16
 
     fds.simulate(on_ranks, 2)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_tied_weights_have_all_of_their_names_in_a_job(tmp_path):
+    def job(seed):
+        torch.manual_seed(seed)
+        module = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False))
+        module[2].weight = module[0].weight
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        return module, optimizer
+
+    def parts(module, optimizer):
+        return dict(zip(("model", "optim"), get_state_dict(module, optimizer), strict=True))
+
+    def train(module, optimizer):
+        loss = module(rows).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    rows, theirs, other = torch.arange(6), job(0), job(1)
+    train(*theirs)
+    dcp.save(parts(*theirs), checkpoint_id=tmp_path / "saved", no_dist=True)
+    apply, params, _ = fds.functional(job(2)[0])
+
+    def on_ranks():
+        optimizer = fds.adamw(0.1, weight_decay=0.01)
+        step = fds.compose(sharded(3), optimizer)(lambda params, rows: apply(params, rows).square().mean())
+        state, _ = fds.import_dcp(tmp_path / "saved", step, params)
+        fds.export_dcp(state, step, tmp_path / "out", tied={"2.weight": "0.weight"})
+
+    fds.simulate(on_ranks, 2)
+    loaded = parts(*other)
+    dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
+    set_state_dict(*other, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    assert_same_bits(dict(other[0].state_dict()), dict(theirs[0].state_dict()))
+    assert [train(*other) for _ in range(2)] == [train(*theirs) for _ in range(2)]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -214,8 +214,9 @@ def test_arguments_of_an_import(saved, arguments):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"path": 3}, {"dtype": torch.int8}, {"model": None}, {"optimizer": "model"}, {"flat": 1}, {"optimizer": 3}],
-)
+    [{"path": 3}, {"dtype": torch.int8}, {"model": None}, {"optimizer": "model"}, {"flat": 1}, {"optimizer": 3},
+     {"tied": "w"}, {"tied": {"head": "no"}}, {"tied": {"w": "w"}}],
+)  # fmt: skip
 def test_arguments_of_an_export(tmp_path, arguments):
     step = made()
     path = arguments.pop("path", tmp_path / "out")
