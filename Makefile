@@ -13,7 +13,7 @@ DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-cpus test-browser test-matrix laws faults resizing mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-loading bench-weights bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-efficiency bench-context bench-analysing bench-dropping bench-sparse bench-bert bench-rows bench-compressing bench-adapters bench-tuning gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
+.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-cpus test-browser test-matrix laws sweeps faults resizing mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-loading bench-weights bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-efficiency bench-context bench-analysing bench-dropping bench-sparse bench-bert bench-rows bench-compressing bench-adapters bench-tuning gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -52,7 +52,10 @@ test-matrix: $(READY)  ## run a fast part of the tests on each version of torch 
 	@$(BIN)/python -m tests.package.matrix $(ARGS)
 
 laws: $(READY)  ## run the laws on many more examples than `make test`, new ones every time
-	@FDS_HYPOTHESIS_PROFILE=full $(BIN)/pytest -n $(JOBS) tests/laws $(ARGS)
+	@FDS_SWEEPS=whole FDS_HYPOTHESIS_PROFILE=full $(BIN)/pytest -n $(JOBS) tests/laws $(ARGS)
+
+sweeps: $(READY)  ## run all cases, examples and launches of which `make test` has some (half an hour on two cores)
+	@FDS_SWEEPS=whole $(BIN)/pytest -n $(JOBS) -m "(sweep or whole or hypothesis) and not (peers or inductor or gpu or browser)" tests $(ARGS)
 
 faults: $(READY)  ## kill saves and ranks, fail every write, tamper with files: some ten minutes, new instants every time
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.storage.campaign $(ARGS)

@@ -18,7 +18,7 @@ import torch
 from hypothesis import Phase, settings
 
 from fds.collectives.turns import ProcessFlags
-from tests import devices
+from tests import devices, sweeps
 
 AS_TORCH_BEGINS = ProcessFlags.now()
 
@@ -29,11 +29,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     interpreting.remember()
 
-settings.register_profile("fast", max_examples=16, deadline=None, derandomize=True)
+settings.register_profile("fast", max_examples=8, deadline=None, derandomize=True)
+settings.register_profile("sweeps", max_examples=16, deadline=None, derandomize=True)
 settings.register_profile("full", max_examples=250, deadline=None, print_blob=True)
-# `make mutants` asks only whether a test fails, of the same examples as "fast"
-settings.register_profile("unshrunk", settings.get_profile("fast"), phases=set(Phase) - {Phase.shrink, Phase.explain})
-settings.load_profile(os.environ.get("FDS_HYPOTHESIS_PROFILE", "fast"))
+# `make mutants` asks only whether a test fails, of the same examples as "sweeps"
+settings.register_profile("unshrunk", settings.get_profile("sweeps"), phases=set(Phase) - {Phase.shrink, Phase.explain})
+settings.load_profile(os.environ.get("FDS_HYPOTHESIS_PROFILE", "sweeps" if sweeps.WHOLE else "fast"))
 
 
 def pytest_configure(config):
@@ -41,6 +42,15 @@ def pytest_configure(config):
     config.add_cleanup(devices.begin())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for what a shell starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Leave out what `make sweeps` has beside what runs here."""
+    if not sweeps.WHOLE and (out := sweeps.left_out(items)):
+        config.hook.pytest_deselected(items=out)
+        gone = set(out)
+        items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_finish(session):

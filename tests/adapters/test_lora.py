@@ -144,6 +144,7 @@ PLACES = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("form", FORMS)
 def test_ranks_do_what_one_does(form, place):
@@ -176,6 +177,7 @@ PARTS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_tensor_axis_is_one_rank(form, parts):

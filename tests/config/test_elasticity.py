@@ -139,6 +139,7 @@ def test_the_sizes_follow_the_number_of_data_ranks_also_when_resolved_again():
             config.resolve(world_size=wrong)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [8, "auto", None])
 def test_sizes_beside_it_are_refused_or_overruled(name, value):

@@ -99,6 +99,7 @@ def test_the_formula_is_what_a_step_holds(stage, optimizer, precision):
     assert_equal(by_formula(data, axes, LAYERS * LAYER), by_step(data, axes, layers()))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("axes", [{"dp": 1}, {"replicate": 2, "dp": 2}, {"dp": 1, "sp": 2}], ids=str)

@@ -2,9 +2,9 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.house.parsed import trees
+
 WORDS = {"found", "one", "own", "held", "known", "given", "every", "some", "told"}
 
 
@@ -24,8 +24,7 @@ def _targets(declaring: ast.ClassDef) -> Iterator[ast.expr]:
 
 
 def test_variables_are_called_what_they_are():
-    trees = {str(path): ast.parse(path.read_text()) for path in (ROOT / "fds").rglob("*.py")}
-    assert not {path: words for path, tree in trees.items() if (words := words_of(tree))}
+    assert not {str(path): words for path, tree in trees().items() if (words := words_of(tree))}
 
 
 def test_this_test_sees_a_variable_and_no_argument_or_attribute():

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from tests.house.parsed import trees
+
 ROOT = Path(__file__).parents[2]
 MOST_LINES = 25
 # what a step may hold, is not there in most, and is a null object or another class's business where it is read
@@ -57,7 +59,7 @@ def test_this_test_sees_a_branch_a_comparison_and_a_feature():
     assert set(kinds) == {"26 lines", "a branch", "a comparison", "ema", "ahead"}
 
 
-STEP = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "fds/step").rglob("*.py"))}
+STEP = {path: tree for path, tree in trees().items() if path.is_relative_to(ROOT / "fds/step")}
 OF_USERS = {"Adds", "After", "Synchronize"}  # protocols of what users write: one of ours each is enough
 MOST_BY_POSITION = 8
 PHASES = "fds.optim.exchange"
@@ -82,8 +84,7 @@ def test_no_record_of_the_step_is_made_of_more_than_eight_values_by_position():
 
 
 def test_a_protocol_of_the_step_has_more_than_one_class_or_is_for_users():
-    everywhere = [ast.parse(path.read_text()) for path in (ROOT / "fds").rglob("*.py")]
-    classes = [node for tree in everywhere for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     kinds = [names_of(node) for node in classes if not is_protocol(node)]
     protocols = [node for tree in STEP.values() for node in tree.body if isinstance(node, ast.ClassDef)]
     assert len([node for node in protocols if is_protocol(node)]) > 5

@@ -3,8 +3,9 @@
 Triton is told of an H200 that is not there, or of a GPU of another compute capability: 80, 86, 89 or 120. Each module
 of `tests.kernels.cases` makes the launches of one kernel as users would, on CPU tensors; what would be launched is
 compiled, with the same specialisation, and not run. Without a name all are; `--table` has one line for the variants of
-a kernel, `--each` the JSON of each name, with one variant in float16, which compiles as bfloat16 does; `--narrow`
-compiles only what depends on the limit of shared memory. What needs more of it than the GPU has is an error.
+a kernel, `--each` the JSON of each name, with one variant in float16, which compiles as bfloat16 does. `--cover` has
+one variant in every dtype, but for the cases that `--near` names; `--narrow` compiles only what depends on the limit of
+shared memory. What needs more of it than the GPU has is an error.
 """
 
 import argparse
@@ -38,15 +39,16 @@ def launches(
     dtypes: list[torch.dtype],
     *,
     once: Container[torch.dtype] = (),
+    near: Container[str] = (),
     only: Container[str] = (),
     target: int = 90,
     narrow: bool = False,
 ) -> list[tuple[str, Any, torch.dtype, Any]]:
     """Return (case, function, dtype, compiled kernel) of all that the cases of some kernels launch, each once.
 
-    In the dtypes of `once`, a kernel is compiled for the first of its cases only; `only` names the cases to compile, if
-    not all. `target` is a compute capability. With `narrow` only those launches are compiled, before which a launch
-    table was asked that depends on the limit of shared memory.
+    In the dtypes of `once`, a kernel is compiled for the first of its cases only, and for those of `near`; `only` names
+    the cases to compile, if not all. `target` is a compute capability. With `narrow` only those launches are compiled,
+    before which a launch table was asked that depends on the limit of shared memory.
     """
     found: dict[tuple, tuple] = {}
     seen: set[tuple] = set()
@@ -62,7 +64,7 @@ def launches(
         nonlocal depends
         (case, dtype), is_wanted = now, depends
         depends = not narrow
-        if not is_wanted or (dtype in once and (self.fn, dtype) in seen):
+        if not is_wanted or (dtype in once and case not in near and (self.fn, dtype) in seen):
             return
         seen.add((self.fn, dtype))
         made = run(self, *args, grid=grid, warmup=True, **kwargs)
@@ -146,6 +148,8 @@ def main(given: list[str]) -> int:
     parser.add_argument("names", nargs="*", help="modules of tests.kernels.cases; without one all")
     parser.add_argument("--each", action="store_true", help="JSON of each name, float16 in one variant only")
     parser.add_argument("--table", action="store_true", help="one line for the variants of a kernel")
+    parser.add_argument("--cover", action="store_true", help="each: one variant of a kernel in every dtype")
+    parser.add_argument("--near", action="append", default=[], help="cover: a case of which every variant is compiled")
     parser.add_argument("--narrow", action="store_true", help="only what depends on the limit of shared memory")
     parser.add_argument("--case", action="append", default=[], help="a case to compile, by its name; without one all")
     parser.add_argument("--target", type=int, default=90, choices=KIB, help="compute capability times 10")
@@ -153,7 +157,8 @@ def main(given: list[str]) -> int:
     names = options.names or sorted(path.stem for path in CASES.glob("*.py") if path.stem != "__init__")
     choices = {"only": options.case, "target": options.target, "narrow": options.narrow}
     if options.each:
-        print(json.dumps({name: rows_of([name], once=[torch.float16], **choices) for name in names}))
+        once = choice.DTYPES if options.cover else [torch.float16]
+        print(json.dumps({name: rows_of([name], once=once, near=options.near, **choices) for name in names}))
         return 0
     rows = rows_of(names, **choices)
     if options.table:

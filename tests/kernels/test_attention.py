@@ -87,6 +87,7 @@ def test_masks_are_merged_as_narrowly_as_they_are_given(monkeypatch):
         assert mask is not None and mask.shape == shape
 
 
+@pytest.mark.sweep
 @traced
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["causal padding", "bias", "dropout"])

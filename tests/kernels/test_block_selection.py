@@ -76,6 +76,7 @@ def chosen_and_attended(q, k, v, *, causal=True, together=1, top=2, key_padding=
     return sparse_attention(q, k, v, selection, **masks)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("read_on", [("cpu",), ()], ids=["read", "not read"])
 def test_values_and_gradients_are_those_of_a_dense_mixture(case, read_on, monkeypatch):

@@ -56,6 +56,7 @@ def weighted(loss):
     return (loss * torch.linspace(1, 2, loss.numel()).view(loss.shape)).sum()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.01}, {"label_smoothing": 1.0, "z_loss": 1.0}], ids=str
 )
@@ -230,6 +231,7 @@ def test_losses_do_not_depend_on_blocks(monkeypatch):
     compare(logits, targets, label_smoothing=0.1, reduction="none")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_classes", "width"), [(9001, 9024), (9001, 9001), (16384, 16384), (600, 640)])
 def test_loss_and_gradient_at_once_are_those_of_two_kernels(num_classes, width, dtype):
@@ -254,6 +256,7 @@ def test_backward_keeps_logits_targets_and_a_number_per_token():
             assert kept_bytes(lambda x=logits, t=targets: cross_entropy(x, t)) <= most
 
 
+@pytest.mark.sweep
 @traced
 @pytest.mark.parametrize("kind", ["triton", "reference"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

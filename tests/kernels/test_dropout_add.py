@@ -38,6 +38,7 @@ def compare(args, *, dy=None, **keywords):
         assert_near(g, w)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("with_bias", "with_residual"), [(True, True), (False, True), (True, False), (False, False)])
 def test_it_is_the_residual_and_what_is_kept_and_so_is_every_gradient(dtype, with_bias, with_residual):
@@ -127,6 +128,7 @@ def loss(x, bias, residual):
     return (bias_dropout_add(x, bias, residual, p=0.3, seed=6, offset=2).square()).sum()
 
 
+@pytest.mark.sweep
 @traced
 @pytest.mark.parametrize("kind", ["triton", "reference"])
 @pytest.mark.parametrize("way", WAYS)

@@ -79,6 +79,7 @@ def test_large_groups_whose_scales_are_found_before(grid, numbers):
     assert_same_bits(dx, dy)
 
 
+@pytest.mark.sweep(2)
 @traced
 @pytest.mark.parametrize("kind", ["triton", "reference"])
 @pytest.mark.parametrize("scheme", ["deepspeed", "torchao"])

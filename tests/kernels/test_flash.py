@@ -99,6 +99,7 @@ def compare(q, k, v, dout=None, kinds=KINDS, **options):
     return out, gradients
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("m", "n", "d"), [(1, 42, 16), (42, 123, 40), (123, 6, 64)])
 def test_it_is_the_softmax_of_products_times_the_values_and_so_are_its_gradients(m, n, d, dtype):
@@ -120,6 +121,7 @@ def test_all_masks_and_dropout_work_together(dtype):
     compare(*qkv(b, h, m, n, d, dtype), causal=True, **options)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_documents_of_a_packed_row_are_as_alone(causal, dtype):
@@ -290,6 +292,7 @@ def test_blocks_change_nothing(queries, keys, monkeypatch):
     compare(*qkv(1, 1, 40, 29, 16), kinds=["triton"], p=0.3, seed=SEED, key_padding=padding(1, 29), causal=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kib", [LEAST, MOST])
 @pytest.mark.parametrize(
     ("d", "dtype"),
@@ -401,6 +404,7 @@ def test_all_of_a_result_is_written_and_nothing_else():
         torch.autograd.grad(out, (q, k, v), torch.ones(out.shape))
 
 
+@pytest.mark.sweep
 @traced
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)

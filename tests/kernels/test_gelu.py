@@ -47,6 +47,7 @@ def made(shape, dtype, with_bias=True):
     return x, random(shape[-1], dtype=dtype, seed=2, requires_grad=True) if with_bias else None, dy
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -164,6 +165,7 @@ def inputs(dtype=torch.float32):
     return [random(*shape, dtype=dtype, seed=i, requires_grad=True) for i, shape in enumerate(shapes)]
 
 
+@pytest.mark.sweep(2)
 @traced
 @pytest.mark.parametrize("kind", ["triton", "reference"])
 @pytest.mark.parametrize("way", WAYS)

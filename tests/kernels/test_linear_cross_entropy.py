@@ -48,6 +48,7 @@ def compare(hidden, weight, targets, bias, *, reduction="sum", **options):
             assert_near(g, w, factor=ROUNDINGS)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_it_is_the_loss_of_all_logits_and_so_is_every_gradient(with_bias, dtype):
@@ -104,6 +105,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_tensor_holds_the_logits_of_more_than_a_chunk(dtype, by_kernels):
@@ -307,6 +309,7 @@ def test_a_step_takes_it_as_a_mean(kind):
     assert_near(states[0].params["w"], states[1].params["w"])
 
 
+@pytest.mark.sweep
 @traced
 @pytest.mark.parametrize("kind", ["triton", "reference"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

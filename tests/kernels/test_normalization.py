@@ -10,6 +10,7 @@ from tests.kernels.normalized import KINDS, NORMS, check, example, normalized
 from tests.kernels.ways import poisoned
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
 @pytest.mark.parametrize(("shape", "returns_sum"), [((6, 42), True), ((123, 6), False), ((2, 3, 431), True)])
@@ -41,6 +42,7 @@ def test_each_argument_may_be_left_out(norm, invertible, among):
                 check(norm, of, returns_sum=True, invertible=invertible, factor=2)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("columns", [8191, 8208])  # in registers, backward in tiles; in chunks, the last one short
 @pytest.mark.parametrize("invertible", [False, True])
@@ -73,6 +75,7 @@ def test_programs_walk_over_more_rows_than_they_are():
         check("rms_norm", example("rms_norm", 33, 8208, dtype=torch.bfloat16))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("columns", "invertible"), [(8200, True), (12288, False), (4099, False)])
 def test_slabs_of_long_rows_are_summed_apart(norm, columns, invertible, monkeypatch):

@@ -128,6 +128,7 @@ def test_bad_arguments_are_refused_by_name(norm, kind):
             normalized(norm, {"x": x, "residual": x[:2]}, returns_sum=True)
 
 
+@pytest.mark.sweep(2)
 @traced
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("kind", KINDS)

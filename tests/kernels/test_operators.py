@@ -160,6 +160,7 @@ UNRECORDED = {
 }
 
 
+@pytest.mark.sweep
 @traced
 @pytest.mark.parametrize("kind", ["triton", "reference"])
 @pytest.mark.parametrize("name", UNRECORDED)

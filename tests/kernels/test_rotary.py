@@ -41,6 +41,7 @@ def test_it_turns_pairs_by_the_angle_of_their_position(interleaved):
     assert torch.allclose(rotary(x, angles.cos(), angles.sin(), interleaved=interleaved), want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_is_the_reference_and_so_is_its_gradient(dtype, interleaved):
@@ -125,6 +126,7 @@ def test_all_is_written_and_nothing_else():
                 rotary(x, cos, sin, interleaved=interleaved).backward(x.detach())
 
 
+@pytest.mark.sweep
 @traced
 @pytest.mark.parametrize("kind", ["triton", "reference"])
 @pytest.mark.parametrize("way", WAYS)

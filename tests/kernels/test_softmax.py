@@ -55,6 +55,7 @@ def made(*shape, dtype=torch.float32, seed=0):
     return random(*shape, dtype=dtype, seed=seed, requires_grad=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", masks((1, 1, 1)))
 def test_it_is_softmax_of_the_sum_and_so_is_its_gradient(name, dtype):
@@ -218,6 +219,7 @@ def test_all_is_written_and_nothing_else(monkeypatch):
                     masked_softmax(x, masks(shape)["padding"], causal=True, p=p, seed=SEED).backward(x.detach())
 
 
+@pytest.mark.sweep(2)
 @traced
 @pytest.mark.parametrize("kind", ["triton", "reference"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

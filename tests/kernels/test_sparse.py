@@ -182,6 +182,7 @@ def test_kernels_compute_what_the_reference_does(case, dtype, monkeypatch):
         assert_near(x, y, factor=2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["triton", "reference"])
 @pytest.mark.parametrize("name", ["bias", "relative_bias"])
 def test_a_number_below_1e30_masks_in_any_bias(name, kind):
@@ -209,7 +210,7 @@ def test_kernels_have_no_gradient_of_a_bias_and_leave_it_to_the_reference(name):
         run(bias)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings().max_examples * 5 // 2, deadline=None)
 @given(
     st.integers(1, 3),
     st.sampled_from([(1, 1), (4, 1), (6, 3)]),

@@ -46,7 +46,7 @@ MAPS = st.lists(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=6)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings().max_examples * 3 // 8)
 @given(PLACES, MAPS, st.sampled_from([torch.float32, torch.float64]), st.integers(1, 3), st.booleans(), st.data())
 def test_gradient_maps_change_no_bit(tmp_path, place, maps, dtype, size, donated, data):
     """At any stage, in pipelines, whatever a map needs of the gradients, with batches that are not finite."""
@@ -75,6 +75,7 @@ class Late(Mapped):
         return lambda: [x.copy_(y) for x, y in zip(new, worked, strict=True)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [None, 2])
 @pytest.mark.parametrize(
     "parts", [[], [lambda: fds.clip_by_value(1e-3)], [centered]], ids=["float64", "one at a time", "all at once"]
@@ -142,6 +143,7 @@ class Failing(Mapped):
             raise OSError("the disk is full")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [None, 2])
 @pytest.mark.parametrize("fails", [("write", 0), ("write", 2), ("read", 0), ("loss", 0)])
 def test_an_error_in_backward_leaves_the_state_as_it_was(tmp_path, fails, stage):

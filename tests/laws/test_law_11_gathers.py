@@ -124,6 +124,7 @@ PARTS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("sharding", SHARDINGS)
@@ -195,6 +196,7 @@ def test_on_one_rank_what_was_read_is_the_bucket(tmp_path, bits):
     assert residency.most == told["read"] == BUCKET and pooled == {torch.bfloat16}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("sharding", "at"),
@@ -287,6 +289,7 @@ def on_a_gpu():
         yield
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("moments", ["device", "host"])
 @pytest.mark.parametrize("parts", ON_A_GPU)
 def test_masters_on_the_host_of_a_gpu(parts, moments):

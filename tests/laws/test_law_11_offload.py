@@ -39,7 +39,7 @@ def offload(drawn, directory, **more):
     return fds.offload(**told, ratio=ratio, **more)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings().max_examples * 3 // 4)
 @given(st.data(), problems(), optimizers(), UNPLACED, st.booleans())
 def test_any_placement_of_any_leaves_changes_no_bit(tmp_path, data, problem, optimizer, names, donated):
     drawn = data.draw(placements(sorted(tree.paths(problem.params))))
@@ -48,7 +48,7 @@ def test_any_placement_of_any_leaves_changes_no_bit(tmp_path, data, problem, opt
     same_run(plain, placed, problem, [problem.batch] * 3, donated=donated)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=6)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings().max_examples * 3 // 8)
 @given(PAIRS, PLACES, placements(), st.booleans(), st.integers(0, 99))
 def test_on_ranks_and_in_pipelines_too(tmp_path, pair, place, drawn, donated, seed):
     kind, optimizer = pair

@@ -44,6 +44,7 @@ def trained(place, donated):
     return found, state
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("donated", [False, True], ids=["pure", "donated"])
 @pytest.mark.parametrize("place", PLACES)
 def test_where_leaves_live_that_are_updated_on_the_host_changes_no_bit(tmp_path, place, donated):

@@ -150,6 +150,7 @@ AXES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("what", "n"), [("make", 0), ("make", 9), ("read", 0), ("read", 5), ("write", 0)])
 @pytest.mark.parametrize(("axes", "early"), [*((x, False) for x in AXES), ("stage 1", True), ("stage 3", True)])
 def test_whatever_fails_on_one_rank_is_raised_on_all_and_the_state_goes_on(tmp_path, axes, early, what, n):

@@ -71,6 +71,7 @@ def trained(parts, optimizer, batches, donated):
     return state, found
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("donated", [False, True], ids=["pure", "donated"])
 @pytest.mark.parametrize("where", ["files", "host"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -52,7 +52,7 @@ def problem(seed, dtype):
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings().max_examples)
 @given(
     st.sampled_from(sorted(ALL)),
     st.sampled_from([("opt",), ("opt", "params"), ("params",)]),
@@ -84,6 +84,7 @@ FUSED = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FUSED)
 def test_threads_of_a_kernel_share_a_piece_as_they_share_a_slice(tmp_path, name, dtype):

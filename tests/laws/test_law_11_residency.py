@@ -69,6 +69,7 @@ def same_run(plain, placed, problem, batches, *, donated=False):
     return a, b
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("donated", [False, True], ids=["pure", "donated"])
 @pytest.mark.parametrize("optimizer", ALL)
 def test_moments_in_a_mapped_file_change_no_bit(tmp_path, optimizer, donated):
@@ -89,7 +90,7 @@ def some_of(seed):
     return lambda leaf: not seed or zlib.crc32(f"{seed} {leaf}".encode()) % 2 == 0
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings().max_examples // 2)
 @given(problems(), optimizers(), UNPLACED, KINDS, st.integers(1, 3), st.booleans(), st.integers(0, 99))
 def test_any_leaves_in_any_chunks_change_no_bit(tmp_path, problem, optimizer, names, kinds, size, donated, seed):
     plain, residency = make(names, optimizer, problem), Mapped(tmp_path, kinds, size, some_of(seed))
@@ -122,7 +123,7 @@ def test_a_leaf_is_known_by_its_kind_and_parameters_and_those_that_stay_are_upda
     assert {leaf.index for leaf in known[0]} == set(range(len(first["params"])))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=4)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings().max_examples // 4)
 @given(PAIRS, PLACES, KINDS, st.booleans(), st.integers(0, 99))
 def test_on_ranks_and_in_pipelines_too(tmp_path, pair, place, kinds, donated, seed):
     kind, optimizer = pair

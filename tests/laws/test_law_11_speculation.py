@@ -62,7 +62,7 @@ def elsewhere(drawn):
     return set(media) != {"device"}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings().max_examples * 3 // 4)
 @given(
     st.data(),
     problems(),
@@ -98,7 +98,7 @@ def ranks(tmp_path, problem, place, placing, optimizer, donated, *parts):
     return found[0]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=6)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings().max_examples * 3 // 8)
 @given(st.sampled_from([held.layers, held.records]), PLACES, placements().filter(elsewhere), st.booleans(), st.data())
 def test_on_ranks_too(tmp_path, kind, place, drawn, donated, data):
     problem = kind(data.draw(st.integers(0, 99)), torch.float32, 0.3, False)
@@ -108,6 +108,7 @@ def test_on_ranks_too(tmp_path, kind, place, drawn, donated, data):
     ranks(tmp_path, problem, place, placing, optimizer, donated, fds.skip_nonfinite())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "float16"])
 def test_everything_elsewhere_at_every_stage(tmp_path, stage, low):
@@ -119,6 +120,7 @@ def test_everything_elsewhere_at_every_stage(tmp_path, stage, low):
     assert rolled[1] and len(set(rolled)) == 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("donated", [False, True], ids=["pure", "donated"])
 @pytest.mark.parametrize("where", ["files", "host"])
 def test_on_the_host_too_where_the_step_runs_on_a_gpu(tmp_path, where, donated):
@@ -133,6 +135,7 @@ def test_on_the_host_too_where_the_step_runs_on_a_gpu(tmp_path, where, donated):
         assert_same_bits(a, b)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("donated", [False, True], ids=["pure", "donated"])
 @pytest.mark.parametrize("where", ["files", "host"])
 def test_one_step_runs_on_a_gpu_and_on_the_cpu_by_turns(tmp_path, where, donated):
@@ -172,6 +175,7 @@ def test_weights_of_means_are_known_before_the_last_backward(tmp_path, stage):
     place.sharded.run(body)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("donated", [False, True], ids=["pure", "donated"])
 def test_a_step_that_is_called_again_does_the_same(tmp_path, dtype, donated):
@@ -244,6 +248,7 @@ def test_updates_begin_before_backward_ends_and_again_after_the_decision(tmp_pat
         assert log[0] != "write"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("donated", [False, True], ids=["pure", "donated"])
 @pytest.mark.parametrize("stage", [None, 2])
 @pytest.mark.parametrize("fails", [("loss", 0), ("read", 3), ("write", 1), ("write", -1)], ids=str)

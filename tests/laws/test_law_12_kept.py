@@ -107,6 +107,7 @@ def test_what_was_applied_and_what_is_kept_is_the_sum_of_mean_gradients(run):
         torch.testing.assert_close(found[0][0][name].double() - kept, -x, rtol=0, atol=rounding)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("mean", [False, True])
 def test_a_power_of_two_is_invisible_to_what_is_kept(stage, mean):

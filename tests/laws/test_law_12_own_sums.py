@@ -58,6 +58,7 @@ def test_what_is_sent_is_what_is_told_and_all_ranks_agree(place):
         assert_same_bits(params, found[0][0])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("place", "kind"),
     [*((place, fds.onebit_adam) for place in PLACES), (PLACES[2], fds.onebit_lamb)],

@@ -54,6 +54,7 @@ def run(gradients, *more, stage=1, copies=1, loss=None, calls=3, optimizer=None)
 CLIPPED = [fds.clip_by_global_norm(0.01), fds.loss_scale(2.0**7), fds.accumulate(2)]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse=True"])
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -70,6 +71,7 @@ def test_rows_are_the_whole_gradient_bit_for_bit(stage, copies, sparse):
             assert sum(sent.values()) < sum(whole.values())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("reduce", [None, torch.bfloat16])
 def test_without_a_norm_buckets_of_their_own_change_no_bit_either(stage, reduce):
@@ -80,6 +82,7 @@ def test_without_a_norm_buckets_of_their_own_change_no_bit_either(stage, reduce)
             assert_same_bits(state, want)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("copies", [1, 2])
 def test_what_is_sent_is_what_is_told(stage, copies):

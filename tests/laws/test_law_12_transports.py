@@ -273,6 +273,7 @@ def test_real_ranks_keep_and_resume_what_simulated_ones_do(tmp_path):
         assert_same_bits(state, want)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("donated", [False, True])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_nothing_is_sent_of_a_step_that_is_skipped(stage, donated):

@@ -375,6 +375,7 @@ def test_narrow_parameters_agree_in_float32_and_frozen_ones_are_not_sent():
     assert_same_bits(one, other)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", [None, transports.quantized(8, group=32)])
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_what_is_sent_is_what_is_told(way, fragments):

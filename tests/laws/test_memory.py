@@ -147,6 +147,7 @@ def test_notes_are_merged_alike_wherever_a_step_runs(name, plain):
 CHECKPOINTED = ["one process", "stage 3", "zb_h1, 2 places", "1f1b x data, stage 1"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", CHECKPOINTED)
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 def test_layers_that_run_again_in_backward_are_noted_once(name, inside):
@@ -205,6 +206,7 @@ def test_a_run_is_resumed_anywhere(first, then, tmp_path):
         assert_same_bits([new for _, new in resumed], [new for _, new in begun])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["one process", "stage 2", "zb_h1 x data, stage 3"])
 @pytest.mark.parametrize("scale", [fds.loss_scale, fds.skip_nonfinite])
 def test_a_skipped_step_leaves_their_bits(name, scale):

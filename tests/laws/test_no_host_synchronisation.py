@@ -32,6 +32,7 @@ class FusedOnMeta(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS | SCHEDULED))
 @pytest.mark.parametrize("donated", [False, True])
 def test_a_step_never_waits_for_the_device(name, donated):

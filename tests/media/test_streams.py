@@ -131,6 +131,7 @@ def trained(parts, donated):
     return found, state
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("donated", [False, True], ids=["pure", "donated"])
 @pytest.mark.parametrize("where", PLACES)
 def test_copies_that_come_as_late_as_they_may_change_no_bit(gpu, tmp_path, where, donated):

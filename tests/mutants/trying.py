@@ -124,7 +124,7 @@ def run(tests: list[str], tree: Path, limit_s: float = LIMIT_S) -> Run:
         subprocess.Popen(
             [sys.executable, *PYTEST, *tests],
             cwd=tree,
-            env={**os.environ, "PYTHONPATH": str(tree), "FDS_HYPOTHESIS_PROFILE": "unshrunk"},
+            env={**os.environ, "PYTHONPATH": str(tree), "FDS_HYPOTHESIS_PROFILE": "unshrunk", "FDS_SWEEPS": "whole"},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

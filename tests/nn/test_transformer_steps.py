@@ -70,6 +70,7 @@ def rounds_like(got, want) -> None:
 MASKS = ["no", "padding", "additive"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("saving", [False, True])
 @pytest.mark.parametrize("masked", MASKS)
 def test_checkpointed_activations_are_the_identity_bit_for_bit(masked, saving):
@@ -79,6 +80,7 @@ def test_checkpointed_activations_are_the_identity_bit_for_bit(masked, saving):
     assert_same_bits(train(loss, fds.checkpoint_activations(every=2, policy="matmuls"), masked=masked), want)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", [plans.one_f_one_b, plans.zb_h1])
 @pytest.mark.parametrize("masked", MASKS)
 def test_a_pipeline_is_accumulation(schedule, masked):
@@ -94,6 +96,7 @@ def test_a_pipeline_is_accumulation(schedule, masked):
         rounds_like(metrics["loss"], plain["loss"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("saving", [False, True])
 def test_sharded_parameters_are_accumulation_over_all_ranks(stage, saving):

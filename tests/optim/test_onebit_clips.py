@@ -30,6 +30,7 @@ def long_and_short(steps, ranks):
     return params, [sizes(one, 2.0 if t % 3 else 0.1) for t, one in enumerate(gradients)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("more", [[], [fds.loss_scale(2.0**10)]], ids=["", "scaled"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_after_warm_up_each_rank_clips_its_own_gradient(ranks, more):

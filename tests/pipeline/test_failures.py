@@ -159,6 +159,7 @@ def turn(cases: tuple, place: tuple, other: int):
     return cases[(PLACES.index(place) + other) % len(cases)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "layer", "kind"), covering((name, *place) for name in SCHEDULES for place in PLACES))
 def test_what_a_stage_raises_is_raised_on_every_rank_and_the_old_state_is_good(name, layer, kind):
     (schedule, size), place = SCHEDULES[name], (layer, kind)
@@ -187,6 +188,7 @@ def untroubled_alone(schedule, size: int, good: int):
     return list(stumble(size, schedule, None, good=good)[1:])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "layer", "kind"), covering((name, *place) for name in ("one_f_one_b", "zb_h1", "zb_v") for place in PLACES)
 )
@@ -227,6 +229,7 @@ def untroubled_pair(schedule, good: int, stage: int, *, alone: bool = False):
 
 
 # Layer 2 ends the stage that layer 0 begins; gradients travel alike at stages 0 and 1.
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("layer", "kind", "stage"), covering((*place, stage) for place in PLACES for stage in (1, 2, 3) if place[0] != 2)
 )
@@ -312,6 +315,7 @@ ODD = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("layer", [0, 3])
 def test_every_kind_of_error_comes_to_every_rank(kind, layer):
@@ -464,6 +468,7 @@ def test_evaluate_takes_any_number_of_rows(rows):
         assert torch.allclose(found["loss"], want["loss"], rtol=0, atol=64 * torch.finfo(torch.float32).eps)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("place", [(0, "forward"), (2, "forward"), (5, "forward"), ("criterion", "forward")], ids=str)
 def test_an_evaluation_that_fails_in_one_pipeline_fails_in_both_and_the_next_is_good(place, stage):
@@ -808,6 +813,7 @@ def test_values_of_rank_0_win_in_modules_that_ranks_built_themselves():
     assert found[1][2] is None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
 @pytest.mark.parametrize("frozen", [("0.*", "1.*", "2.*"), ("3.*", "4.*", "5.*"), ("[0-4].*",)], ids=str)
 def test_a_stage_may_be_frozen(frozen, stage):

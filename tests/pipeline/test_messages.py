@@ -124,6 +124,7 @@ def test_views_come_through_to_rounding(kind):
         assert_same_bits(one, found[1])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", [plans.gpipe, plans.zb_h1, plans.zb_h2], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("kind", ["nested", "complex", "integers", "no gradient wanted", "the same twice", "unused"])
 def test_activations_come_through_every_schedule(kind, schedule):

@@ -46,6 +46,7 @@ def spell(ticks) -> str:
     return " ".join("".join(letter(words(action)) for action in tick) or "." for tick in ticks)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", OURS)
 @pytest.mark.parametrize("edition", EDITIONS)
 def test_every_stage_does_what_deepspeeds_does_in_every_tick(edition, schedule):

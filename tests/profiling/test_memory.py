@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("few_objects")  # garbage is collected befo
 
 WIDTH, DEPTH = 128, 16
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)
+WHOLE = pytest.mark.whole
 BF16, WIDE = fds.precision(torch.bfloat16), fds.precision(torch.bfloat16, accumulate=torch.float32)
 ACC, DONATE, HOST = fds.accumulate(2), fds.donate(), fds.offload(moments="host")
 
@@ -38,26 +39,26 @@ def made(*transforms, depth=DEPTH):
 
 COMPOSITIONS = [  # stage (None: one rank), and what goes with it
     (None, []),
-    (None, [DONATE]),
-    (None, [ACC]),
-    (None, [ACC, DONATE]),
-    (None, [BF16]),
+    pytest.param(None, [DONATE], marks=WHOLE),
+    pytest.param(None, [ACC], marks=WHOLE),
+    pytest.param(None, [ACC, DONATE], marks=WHOLE),
+    pytest.param(None, [BF16], marks=WHOLE),
     (None, [BF16, ACC, DONATE]),
-    (None, [WIDE, ACC]),
-    (None, [fds.clip_by_global_norm(1.0), fds.ema(0.9)]),
+    pytest.param(None, [WIDE, ACC], marks=WHOLE),
+    pytest.param(None, [fds.clip_by_global_norm(1.0), fds.ema(0.9)], marks=WHOLE),
     (None, [fds.clip_by_global_norm(1.0), fds.ema(0.9), DONATE]),
-    (None, [HOST]),
+    pytest.param(None, [HOST], marks=WHOLE),
     (None, [HOST, DONATE]),
-    (0, []),
+    pytest.param(0, [], marks=WHOLE),
     (0, [BF16, DONATE]),
-    (1, []),
+    pytest.param(1, [], marks=WHOLE),
     (1, [ACC, DONATE]),
-    (1, [BF16]),
+    pytest.param(1, [BF16], marks=WHOLE),
     (1, [BF16, fds.offload(moments="host", masters="host")]),
-    (2, []),
+    pytest.param(2, [], marks=WHOLE),
     (2, [ACC]),
     (2, [BF16, DONATE]),
-    (3, []),
+    pytest.param(3, [], marks=WHOLE),
     (3, [DONATE]),
     (3, [BF16, ACC]),
 ]
@@ -111,20 +112,20 @@ def pictures():
 
 AGAIN, CLIP = fds.checkpoint_activations(), fds.clip_by_global_norm(1.0)
 ARCHITECTURES = [
-    (tied, None, []),
-    (tied, None, [AGAIN, ACC]),
+    pytest.param(tied, None, [], marks=WHOLE),
+    pytest.param(tied, None, [AGAIN, ACC], marks=WHOLE),
     (tied, None, [BF16, DONATE]),
     (tied, None, [WIDE, ACC, AGAIN]),
     (tied, None, [fds.offload(moments="host", masters="host"), BF16, DONATE]),
     (tied, None, [fds.loss_scale(), CLIP, fds.ema(0.9)]),
-    (tied, 0, [BF16]),
+    pytest.param(tied, 0, [BF16], marks=WHOLE),
     (tied, 1, [AGAIN]),
-    (tied, 2, [ACC]),
+    pytest.param(tied, 2, [ACC], marks=WHOLE),
     (tied, 3, [BF16, AGAIN]),
-    (pictures, None, [fds.ema(0.9)]),
+    pytest.param(pictures, None, [fds.ema(0.9)], marks=WHOLE),
     (pictures, None, [AGAIN, ACC, DONATE]),
     (pictures, 2, [WIDE]),
-    (pictures, 3, []),
+    pytest.param(pictures, 3, [], marks=WHOLE),
 ]
 
 
@@ -196,6 +197,7 @@ def piped(loss, batch, *transforms, dynamic=False):
     return fds.simulate(run, 2), composition
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("architecture", [tied, pictures])
 @pytest.mark.parametrize("transforms", [[], [BF16, AGAIN]])
 def test_a_stage_of_a_pipeline_runs_dry(architecture, transforms):

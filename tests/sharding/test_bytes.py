@@ -237,6 +237,7 @@ def sent(stage, num_microbatches, loss, *more, world=2):
                 assert counts["all_gather"] <= told["gather"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", range(4))
 def test_what_is_sent_is_what_is_told(stage, mode):

@@ -197,6 +197,7 @@ def test_a_step_is_a_function_to_rounding_where_ranks_take_other_paths(paths, ra
     fds.simulate(run, ranks)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_loss_that_raises_on_all_ranks_leaves_state_and_step_usable(stage, where):

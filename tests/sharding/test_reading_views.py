@@ -117,6 +117,7 @@ def test_stages(stage, microbatches, by_hand):
         assert_rounding(params, by_hand[0], additions=512)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", [plans.one_f_one_b, plans.zb_h1])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_pipeline_with_data_ranks(schedule, stage, by_hand):

@@ -282,6 +282,7 @@ def specs():
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("recipe", ["module", "layers", "function"])
 def test_what_a_recipe_makes_is_what_the_plain_step_makes(stage, recipe):
@@ -311,6 +312,7 @@ def test_what_a_recipe_makes_is_what_the_plain_step_makes(stage, recipe):
         assert_same_bits((whole, key, average), (want.params, want.key, want.params))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["module", "layers"])
 def test_a_recipe_is_never_whole(stage, kind):

@@ -78,6 +78,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("num_bytes", [64, 2**20])
 def test_every_rank_gets_the_weights_of_all_stages_tied_ones_once(place, num_bytes):

@@ -61,6 +61,7 @@ def test_it_writes_the_files_that_save_writes(tmp_path, topology):
     assert read(here) == read(aside) and folders.find(tmp_path, None) == aside
 
 
+@pytest.mark.sweep
 @each
 @pytest.mark.parametrize("more", [(), (fds.donate(),)], ids=["pure", "donate"])
 def test_steps_go_on_and_the_state_that_is_saved_is_that_of_the_call(tmp_path, topology, more):
@@ -84,6 +85,7 @@ def test_steps_go_on_and_the_state_that_is_saved_is_that_of_the_call(tmp_path, t
     assert_same_bits(topology.run(lambda: load(tmp_path, topology)), want)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("second", [None, fds.save, fds.save_async], ids=["wait", "save", "save_async"])
 @pytest.mark.parametrize("which", range(4))
 def test_all_ranks_are_told_what_one_of_them_met_with(tmp_path, which, second):

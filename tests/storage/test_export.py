@@ -131,6 +131,7 @@ TOPOLOGIES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
 def test_ranks_write_their_slices_of_the_files_that_a_save_would_give(tmp_path, name, dtype):

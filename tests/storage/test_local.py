@@ -91,6 +91,7 @@ def brought_together(dir: Path) -> Path:
     return dir / "all"
 
 
+@pytest.mark.sweep
 @begun
 @each
 def test_the_same_ranks_read_each_what_it_wrote(tmp_path, name, save):
@@ -190,6 +191,7 @@ class Killed(BaseException):
     """What stands for a signal that ends one rank."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("keep", [None, 1])
 def test_one_rank_is_lost_when_others_have_published(tmp_path, keep, which):
@@ -325,6 +327,7 @@ def test_ranks_that_do_not_agree_on_it_are_refused(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.sweep(2)
 @begun
 @pytest.mark.parametrize("which", range(2))
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "it fails"), Killed()], ids=["error", "killed"])

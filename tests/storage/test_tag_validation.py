@@ -48,6 +48,7 @@ TOPOLOGIES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("begin", [fds.save, fds.save_async])
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 def test_different_tags_are_refused_unless_somebody_says_otherwise(tmp_path, topology, begin):
@@ -59,6 +60,7 @@ def test_different_tags_are_refused_unless_somebody_says_otherwise(tmp_path, top
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "begin", "validation"),
     covering(itertools.product(TOPOLOGIES, [fds.save, fds.save_async], ["warn", "ignore"])),

@@ -62,6 +62,7 @@ def alone(name):
     return train(name, 1)
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # evaluation on one rank takes it
 @pytest.mark.parametrize(("size", "sequence"), [(2, False), (2, True), (4, True)])
 @pytest.mark.parametrize("name", torch_layers)

@@ -191,6 +191,7 @@ def test_what_does_not_divide_is_refused_by_name():
     assert fds.simulate(body, 3) == [("1.up.weight", "shape (16, 6), split along dim 0")] * 3
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("place", [Place(2, data=2), Place(2, stages=2)], ids=str)
 def test_another_batch_along_the_axis_is_an_error_on_all_ranks(place, at):

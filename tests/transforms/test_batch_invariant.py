@@ -84,6 +84,7 @@ def others(evaluate):
     return whole, ways
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["torch", "written out"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_row_has_its_bits_in_every_batch(how, dtype):

@@ -111,6 +111,7 @@ class Noisy(nn.Module):
         return x, mask, one * 0.5
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16])
 @pytest.mark.parametrize("store", ["device", "host", "disk"])
 def test_sizes_that_do_not_divide_come_back_with_their_strides(size, store, tmp_path):

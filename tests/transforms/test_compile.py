@@ -117,6 +117,7 @@ def test_16_bit_computation_is_the_same(low):
     assert counting.graphs == 1 and torch.bfloat16 in counting.dtypes
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("stage", range(4))
 def test_every_stage_of_sharding_computes_the_same(problem, stage):

@@ -49,6 +49,7 @@ def test_no_step_is_skipped_at_a_million_tokens(name, n):
     assert float(metrics.get("loss_scale", 2.0**16)) in (2.0**16, 128.0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", ["loss_scale", "all in float16", "autocast"])
 def test_ranks_may_have_very_different_weights(name, stage):

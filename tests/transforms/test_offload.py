@@ -114,6 +114,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_of_them(tmp_path):
     assert float(told["grad_norm"]) > 1e-3
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("donated", [False, True], ids=["pure", "donated"])
 @pytest.mark.parametrize("way", ["save", "save_async"])
 def test_a_run_goes_on_from_its_save_and_so_does_one_with_leaves_elsewhere(tmp_path, way, donated):

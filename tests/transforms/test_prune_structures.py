@@ -117,6 +117,7 @@ def close(got, want, atol=1e-12):
 ROW_ARGUMENTS = {"density": 0.4, "offset": 2}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [None, 0, 2, 3])
 @pytest.mark.parametrize("related", ["next", "names"])
 def test_rows_biases_and_the_columns_that_take_them(stage, related):

@@ -331,6 +331,7 @@ def test_an_eval_fn_rounds_too():
     assert_same_bits(step.evaluate(state, batch(0))["loss"], step(state, batch(0))[1]["loss"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("kind", [{}, {"range": "static"}], ids=str)
 def test_ranks_of_a_tensor_axis_round_by_the_ranges_of_one(kind, first):

@@ -68,6 +68,7 @@ EXTRAS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
 def test_a_step_is_the_plain_one_on_what_the_codes_mean(place, extra):

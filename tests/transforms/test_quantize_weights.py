@@ -104,6 +104,7 @@ def test_the_plain_step_on_a_loss_that_rounds_by_hand(extra):
     assert_same_bits(step.evaluate(got, batch(9))["loss"], plain.evaluate(want, batch(9))["loss"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_ranks_that_share_the_state(stage, rounding):

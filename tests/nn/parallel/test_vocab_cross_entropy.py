@@ -203,6 +203,7 @@ def test_no_softmax_is_kept():
 # Ways to take the gradient
 
 
+@pytest.mark.sweep
 @traced
 @pytest.mark.parametrize("told", [11, None])
 @pytest.mark.parametrize("way", WAYS)

@@ -140,6 +140,7 @@ def test_what_is_whole_and_meets_pieces_is_refused_by_its_parameter(make, plan, 
     fds.simulate(job, 2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("parts", [(), (fds.accumulate(2),), (fds.checkpoint_activations(),)])
 def test_a_gate_of_columns_is_none(sequence, parts):

@@ -54,6 +54,7 @@ def check(found, name):
     assert all(torch.allclose(x, want[key], rtol=1e-12, atol=1e-13) for key, x in found.items())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize("name", LOSSES)
 def test_reverse_derivatives_and_batches_are_those_of_one_rank(name, overlap):

@@ -82,6 +82,7 @@ def test_adapters_in_the_order_of_peft_train_as_on_one_rank(overlap):
     check(Adapted, LORA, overlap=overlap)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("parts", [(), (fds.checkpoint_activations(),)])
 def test_adapters_inside_of_attention_train_as_on_one_rank(sequence, parts):
