@@ -36,7 +36,7 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
         marker = cases[0].get_closest_marker("sweep")
         assert marker is not None
         rows = [(case, tuple(_key(value) for value in case.callspec.params.values())) for case in cases]
-        kept = set(covering([row for _, row in rows], *marker.args))
+        kept = set(covering([row for _, row in rows], *(marker.args or (1,))))
         out += [case for case, row in rows if row not in kept]
     return out
 
