@@ -12,6 +12,7 @@ from fds import tree
 from fds.errors import ComposeError, did_you_mean, nearest
 from fds.optim import Optimizer
 from fds.step.checks import forms
+from fds.step.checks.forms import is_encoding
 from fds.step.gradients import Measure
 from fds.step.memory import Memory
 from fds.step.one_rank import FirstCallCompared
@@ -71,8 +72,9 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
                 raise conflict(step, f"the station {name!r}", owners[taken], hint, drop=drop, instead=instead)
             changes[name] = value if by_field is None else _evolved(name, current, by_field)
             owners.update(dict.fromkeys(keys, by))
-    if "topology" in changes:
-        changes["dimensions"] = Dimensions.of(changes["topology"])
+    if changes.keys() & {"topology", "view"}:
+        encodings = [view for view in changes.get("view", step.view) if is_encoding(view)]
+        changes["dimensions"] = Dimensions.of(changes.get("topology", step.topology)).holding(encodings)
     return attrs.evolve(step, composing=attrs.evolve(step.composing, owners=owners), **changes)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fds import loss as losses, random, tree
 from fds.collectives import Axis, fingerprint
-from fds.errors import ComposeError, FdsError, StateError
+from fds.errors import FdsError, StateError
 from fds.layout import Leaf
 from fds.state import State
 from fds.step.added import with_added
@@ -23,6 +23,7 @@ from fds.step.checks import state_check as check
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import check_finite, check_own
 from fds.step.memory import first_slots
+from fds.step.placements import SplitDim
 from fds.step.residency.chunks import first_opt
 from fds.step.residency.contract import Residency, check_apart, deferred, hear, is_held, put_off, text_of
 from fds.step.residency.lives import resident, settled
@@ -201,7 +202,8 @@ def encoded_leaves(step: Stations, params: Any) -> dict[str, Leaf]:
         shapes = with_added(step.added, shapes(random.key(0)) if callable(shapes) else shapes)
     meta = {name: x.to("meta") for name, x in tree.paths(shapes).items()}
     leaves = _structure(step, shapes)[1]
-    return {n: leaves[n] for n, x in meta.items() if encode(step.encodings, x, leaves[n]) is not x}
+    here = {n: x for n, x in meta.items() if n in leaves}
+    return {n: leaves[n] for n, x in here.items() if encode(step.encodings, x, leaves[n]) is not x}
 
 
 def at_first(step: Stations, state: State) -> dict[str, dict[str, Any]]:
@@ -335,23 +337,36 @@ def _read(step: Stations, params: Any, key: Tensor, *, is_source: bool) -> tuple
 
 
 def _structure(step: Stations, shapes: Any) -> tuple[Structure, dict[str, Leaf]]:
-    """Return the structure of what a state holds, and the leaves of the parameters that are given, by name.
-
-    Raises `ComposeError` where they differ and ranks hold different parameters: these know what is given alone.
-    """
+    """Return the structure of what a state holds, and the leaves of whole parameters that are given, by name."""
     params = step.dimensions.part_of(shapes)
     structure, _ = step.structure_of(params)
     if not step.encodings:
         return structure, structure.leaves
-    if step.dimensions.differing:
-        raise ComposeError(
-            "parameters are held in another form, and ranks hold different ones",
-            where="stations 'view' and 'topology'",
-            got=", ".join(map(str, step.composition)),
-            want="a composition without a pipeline on several ranks, or a tensor axis",
-        )
-    encoded = [encode(step.encodings, x.to("meta"), structure.leaves[name]) for name, x in tree.paths(params).items()]
-    return step.structure_of(tree.flatten(params)[1](encoded))[0], structure.leaves
+    whole = {name: x for name, x in tree.paths(shapes).items() if name in structure.leaves}
+    leaves = {name: attrs.evolve(structure.leaves[name], shape=tuple(x.shape)) for name, x in whole.items()}
+    held = [_held(step, x.to("meta"), leaves[name]) for name, x in whole.items()]
+    return step.structure_of(tree.flatten(params)[1](held))[0], leaves
+
+
+def _held(step: Stations, x: Tensor, leaf: Leaf) -> Tensor:
+    """Return what a rank holds of a parameter. Raises `StateError` where it would have parts of what is encoded."""
+    y = encode(step.encodings, x, leaf)
+    for axis, placement in step.dimensions.differing if y is not x else ():
+        lies = placement.lies(leaf.name)
+        if not isinstance(lies, SplitDim) or (y.shape == x.shape and y.dtype == x.dtype):
+            continue
+        last = lies.dim == y.dim() - 1
+        fits = lies.parts_of(y.shape[-1]) in lies.held if last else y.shape[:-1] == x.shape[:-1]
+        if not fits or not all(getattr(view, "by_row", False) for view in step.encodings):
+            raise StateError(
+                "ranks of an axis would hold parts of numbers that are encoded together",
+                where=leaf.name,
+                got=f"{', '.join(map(str, lies.parts or x.shape[lies.dim : lies.dim + 1]))} along dim {lies.dim}, over "
+                f"{axis.size} ranks of {axis.name!r}: {', '.join(map(str, step.encodings))}",
+                want="parts of which each rank has whole groups",
+                hint="fewer ranks along the axis, a plan that leaves the parameter whole, or no encoding of it",
+            )
+    return step.dimensions.cut(leaf.name, y)
 
 
 def _agree(shapes: Any, error: FdsError | None, data: Axis) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fds import tree
 from fds.errors import StateError
+from fds.layout import Leaf
 from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
@@ -18,7 +19,7 @@ from fds.step.pool import Pool
 from fds.step.residency.contract import deferred, hear
 from fds.step.residency.lives import Masters, groups, in_turn
 from fds.step.sharding.gather import Gather
-from fds.step.structure import Structure
+from fds.step.structure import Structure, frozen_names
 from fds.step.views import decode
 
 Named = dict[str, Tensor]
@@ -39,9 +40,16 @@ def whole_parameters(step: Stations, state: State, doing: str, *, copies: bool) 
     hear(residency)
     if step.encodings:
         call = step.call(state, training=False)
-        whole = [decode(step.encodings, x, structure.leaves[name], call) for name, x in tree.paths(params).items()]
+        leaves = whole_leaves(step, structure, tree.paths(params))
+        whole = [decode(step.encodings, x, leaves[name], call) for name, x in tree.paths(params).items()]
         params = tree.flatten(params)[1](whole)
     return params
+
+
+def whole_leaves(step: Stations, structure: Structure, whole: Mapping[str, Tensor]) -> dict[str, Leaf]:
+    """Return the leaves of whole parameters as a state holds them, also of those that other ranks hold."""
+    still = frozen_names(step.frozen, step.dimensions.names(structure.names))
+    return {name: Leaf(name, tuple(x.shape), x.dtype, name not in still) for name, x in whole.items()}
 
 
 def _whole(step: Stations, structure: Structure, parts: list[Tensor], masters: Masters, *, copies: bool) -> Any:

@@ -27,10 +27,13 @@ class SplitDim:
     The pieces are equal, unless `parts` says how long the dim is: the lengths of parts one after another, of each of
     which every rank holds a piece (queries, keys and values in one matrix). Of a part of length n the first n % ranks
     ranks hold one element more than the others.
+
+    `held` has the lengths of the same parts as views may encode them: then a dim has one of several lengths.
     """
 
     dim: int
     parts: tuple[int, ...] = ()
+    held: tuple[tuple[int, ...], ...] = ()
 
     def __attrs_post_init__(self) -> None:
         if not is_int(self.dim, 0):
@@ -41,7 +44,7 @@ class SplitDim:
     def ranges(self, length: int, size: int, index: int) -> tuple[Range, ...]:
         """Return what rank `index` of `size` holds along the dim, which is `length` long as a whole."""
         ranges, start = list[Range](), 0
-        for part in self.parts or (length,):
+        for part in self.parts_of(length):
             (each, more) = divmod(part, size)
             first = index * each + min(index, more)
             ranges.append((start + first, each + (index < more)))
@@ -50,7 +53,13 @@ class SplitDim:
 
     def whole(self, piece: int, size: int) -> int:
         """Return the length of the dim, given that of a rank's piece."""
-        return sum(self.parts) if self.parts else piece * size
+        if not self.parts or any(sum(parts) == piece * size for parts in self.held):  # which all ranks have as much of
+            return piece * size
+        return sum(self.parts)
+
+    def parts_of(self, length: int) -> tuple[int, ...]:
+        """Return the lengths of the parts of a dim that is so long; one part where none of them are."""
+        return next((parts for parts in (self.parts, *self.held) if parts and sum(parts) == length), (length,))
 
 
 @attrs.frozen
@@ -90,6 +99,10 @@ class Placement:
     def lies(self, name: str) -> SplitDim | Replicated | Owned | Local:
         """Say how a parameter, or a buffer, lies along the axis: the same on every rank of it."""
         return Replicated()
+
+    def holding(self, encodings: Sequence[Any]) -> Placement:
+        """Return the same placement for parameters that these views may encode."""
+        return self
 
     @property
     def owns(self) -> bool:
@@ -175,7 +188,9 @@ class Placement:
         if not isinstance(lies := self.lies(name), SplitDim) or self.axis is None:
             return x
         dim, size, parts = lies.dim, self.axis.size, lies.parts
-        fits = dim < x.dim() and (sum(parts) == x.shape[dim] if parts else x.shape[dim] % size == 0)
+        fits = dim < x.dim() and (
+            lies.parts_of(x.shape[dim]) in (parts, *lies.held) if parts else x.shape[dim] % size == 0
+        )
         if not fits:
             raise StateError(
                 "this cannot be split over an axis",

@@ -167,6 +167,13 @@ class Dimensions:
         peers = _joined([axis for axis, role in real if role in ("local", *PASSING)])
         return cls(entries, everyone, data, local, group, peers, sequence, ordered)
 
+    def holding(self, encodings: Sequence[Any]) -> Dimensions:
+        """Return the same for parameters that these views may encode."""
+        if not encodings:
+            return self
+        held = [attrs.evolve(entry, placement=entry.placement.holding(encodings)) for entry in self.entries]
+        return attrs.evolve(self, entries=tuple(held))
+
     @functools.cached_property
     def owned(self) -> list[tuple[Axis, Placement]]:
         """The axes along which ranks hold different parameters, whole ones."""

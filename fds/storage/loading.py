@@ -159,17 +159,33 @@ class _Encoding:
         flat, count = part.tensor.view(-1), leaf.shape[0]
         if not len(flat):
             return
-        width, each = math.prod(part.shape) // count, leaf.numel // count
-        low, high, most = part.start // width, -(-part.end // width), max(1, BLOCK // (4 * max(1, each)))
+        ranges = part.ranges or tuple(((0, n),) for n in part.shape)
+        width, each = math.prod(sum(n for _, n in along) for along in ranges[1:]), leaf.numel // count
+        most = max(1, BLOCK // (4 * max(1, each)))
         if not all(getattr(view, "by_row", False) for view in self.views):
-            low, high, most = 0, count, count
-        for first in range(low, high, most):
-            last = min(high, first + most)
-            rows = blank_like(source.leaves[name], (last - first) * each)
-            source.read(name, first * each, rows)
-            codes = encode(self.views, rows.to(leaf.dtype).view(-1, *leaf.shape[1:]), leaf).reshape(-1)
-            start, end = max(part.start, first * width), min(part.end, last * width)
-            copy_to(flat[start - part.start : end - part.start], codes[start - first * width : end - first * width])
+            most = count
+        before = 0  # rows of the piece
+        for start, length in ranges[0]:
+            low, high = (min(max(at // width - before, 0), length) for at in (part.start, part.end + width - 1))
+            for first in range(low, high, most):
+                last = min(high, first + most)
+                codes = self._codes(start + first, last - first, leaf, name, source)
+                for dim, along in enumerate(ranges[1:], 1):
+                    codes = torch.cat([codes.narrow(dim, i, n) for i, n in along], dim)
+                at = (before + first) * width
+                begin, end = max(part.start, at), min(part.end, (before + last) * width)
+                copy_to(flat[begin - part.start : end - part.start], codes.reshape(-1)[begin - at : end - at])
+            before += length
+
+    def _codes(self, first: int, num_rows: int, leaf: Leaf, name: str, source: Source) -> Tensor:
+        """Return what is held of some rows of a parameter, given by the first one of them."""
+        by_row = all(getattr(view, "by_row", False) for view in self.views)
+        start, count = (first, num_rows) if by_row else (0, leaf.shape[0])
+        each = leaf.numel // leaf.shape[0]
+        rows = blank_like(source.leaves[name], count * each)
+        source.read(name, start * each, rows)
+        codes = encode(self.views, rows.to(leaf.dtype).view(-1, *leaf.shape[1:]), leaf)
+        return codes[first - start : first - start + num_rows]
 
 
 def _open_save(dir: Path, tag: str | None, ranks: Ranks, verify: bool, take_over: bool) -> Source:

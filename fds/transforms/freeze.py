@@ -9,7 +9,7 @@ Source: requires_grad_(False), as a value
 
 Fills:  view                     State:  none: parameters are held as uint8
 Law:    the step whose frozen matrices are the codes times their scales, bit for bit
-Cost:   1.02 bytes a number instead of 4, or 0.52, held and gathered; each use multiplies codes by scales
+Cost:   1.02 bytes a number instead of 4, or 0.53, held and gathered; each use multiplies codes by scales
 Source: blocks as in Dettmers et al. 2022, arXiv:2110.02861, section 2.1; Dettmers et al. 2023, arXiv:2305.14314
 """
 
@@ -67,6 +67,13 @@ def _has_codes(x: Tensor, leaf: Leaf) -> bool:
     return not (leaf.trained or x.dtype not in _NARROW or x.ndim < 2 or x.shape[-1] < _LEAST)
 
 
+def _held(parts: tuple[int, ...], size: int, group: int, scale: int, codes: int) -> tuple[int, ...]:
+    """Return the lengths of parts of scales, then of codes, given the bytes of each for a group."""
+    if any(n % (group * size) for n in parts):
+        return ()
+    return tuple(n // group * num_bytes for num_bytes in (scale, codes) for n in parts)
+
+
 @attrs.frozen
 class Normal4:
     """A row of c numbers, c even, as the bytes of `fds.compression.nf4`."""
@@ -80,6 +87,10 @@ class Normal4:
         if not _has_codes(x, leaf) or x.shape[-1] % 2:
             return x
         return nf4.pack(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+    def parts(self, parts: tuple[int, ...], size: int) -> tuple[int, ...]:
+        """Return the lengths of parts of rows as bytes; none where ranks' parts are not whole blocks."""
+        return _held(parts, size, nf4.BLOCK, nf4.SCALE_BYTES, nf4.BLOCK // 2)
 
     def __call__(self, x: Tensor, leaf: Leaf, call: Call) -> Tensor:
         """Return codes times scales, (..., c); what is not held as rows as it is."""
@@ -107,6 +118,10 @@ class Int8:
         kernels.quantize(rows, messages, bits=8, group=group)
         return messages[:, :width].reshape(*lead, width)  # without the room for codes of a last group that is not full
 
+    def parts(self, parts: tuple[int, ...], size: int) -> tuple[int, ...]:
+        """Return the lengths of parts of rows as bytes; none where ranks' parts are not whole groups."""
+        return _held(parts, size, GROUP, 4, GROUP)
+
     def __call__(self, x: Tensor, leaf: Leaf, call: Call) -> Tensor:
         """Return codes times scales, (..., c); what is not held as rows as it is."""
         if x.dtype is not torch.uint8 or x.ndim < 2:
@@ -126,13 +141,13 @@ def quantize_frozen(*, bits: int = 8, dtype: torch.dtype = torch.float32):
     """Hold what is frozen in 8 or 4 bits: matrices whose rows have 16 numbers or more.
 
     In 8 bits each number is off by 1/254 at most of the largest of its group, 256 consecutive numbers of a row. In 4
-    bits it is one of the 16 numbers of NF4, as in QLoRA, times a scale for each 64 of a row, which is held in 8 bits
-    itself; it is off by 0.153 of the largest of these and 1/200 of the largest of its row at most.
+    bits it is one of the 16 numbers of NF4, as in QLoRA, times a scale for each 64 of a row, bfloat16; it is off by
+    0.155 of the largest of these at most.
 
     `fds.freeze` and `fds.lora` say what is frozen; without them nothing changes. Frozen parameters of fewer than two
     dimensions, of shorter rows, of rows with an odd length in 4 bits, and of float64 stay as they are. Numbers are
     rounded once, in `step.init`. Saves and `fds.export_weights` have the codes, (..., 4 g + c) uint8 for rows of c
-    numbers in g groups, or (..., c / 2 + ceil(c / 64) + 4 ceil(c / 16384)); `step.params` and `step.into` give numbers.
+    numbers in g groups, or (..., c / 2 + 2 ceil(c / 64)); `step.params` and `step.into` give numbers.
     At stage 3 codes are gathered, and numbers made where the loss reads them; at others they are made for each
     microbatch.
 
@@ -140,8 +155,10 @@ def quantize_frozen(*, bits: int = 8, dtype: torch.dtype = torch.float32):
         bits: of a code: 8 or 4.
         dtype: of the numbers, before `fds.precision` casts them.
 
-    Raises `ComposeError` for anything else, and at init where ranks hold different parameters (a pipeline, a tensor
-    axis); `StateError` at init for a uint8 matrix among the parameters.
+    Ranks of a pipeline hold the codes of their stages, those of a tensor axis the codes of their pieces.
+
+    Raises `ComposeError` for anything else; `StateError` at init for a uint8 matrix among the parameters, and for one
+    that a tensor axis cuts along its rows elsewhere than between groups: of 256 numbers, of 64 in 4 bits.
     """
     if dtype not in _NARROW:
         raise ComposeError(

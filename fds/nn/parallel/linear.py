@@ -25,9 +25,8 @@ from fds.errors import LossError, is_int
 from fds.nn.parallel import checking
 from fds.nn.parallel.region import Region, join_features, ranges
 
-Beside = Callable[
-    [Tensor], Tensor
-]  # this rank's product -> the same with what is added to it, before ranks exchange it
+# this rank's product -> the same with what is added to it, before ranks exchange it
+Beside = Callable[[Tensor], Tensor]
 
 
 class Piece:

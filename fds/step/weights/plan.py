@@ -144,9 +144,10 @@ def groups_of(step: Stations, state: State, structure: Structure, options: Optio
                 continue
             leaf = structure.leaves[name]
             reads = _reads(step, structure, name, call) if options.view else []
-            like = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-            number = decode(step.encodings, like, leaf, call) if step.encodings else like
-            shape = tuple(shapes[name]) if number.shape == like.shape else tuple(number.shape)
+            like = torch.empty(shapes[name], dtype=leaf.dtype, device="meta")
+            whole_leaf = attrs.evolve(leaf, shape=tuple(like.shape))
+            number = decode(step.encodings, like, whole_leaf, call) if step.encodings else like
+            shape = tuple(number.shape)
             seen = step.gather.dtype_of(name, number.dtype) if options.view else number.dtype
             kind = Kind(_cast(seen, options.dtype), shape)
             num_bytes = sum(_moved(step, structure, n, options) for n in (name, *reads))

@@ -26,6 +26,7 @@ from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import graphless, usable
+from fds.step.into import whole_leaves
 from fds.step.pool import Scratch
 from fds.step.residency.contract import deferred, hear
 from fds.step.residency.lives import Masters
@@ -194,7 +195,8 @@ class Stream:
         for change in self.step.modules if self.options.view else ():
             if (bake_parameters := getattr(change, "bake_parameters", None)) is not None:
                 arrived = bake_parameters(arrived)
-        numbers = {n: functools.partial(self._decoded, n, arrived[n]) for n in group.kinds}
+        leaves = whole_leaves(self.step, self.structure, arrived)
+        numbers = {n: functools.partial(self._decoded, arrived[n], leaves[n]) for n in group.kinds}
         self.ready += [functools.partial(self._made, n, make) for n, make in numbers.items()]
 
     @graphless
@@ -212,10 +214,10 @@ class Stream:
         x = x.to(self.options.dtype) if self.options.dtype is not None and x.is_floating_point() else x
         return self.chosen[name].made(name, x)
 
-    def _decoded(self, name: str, x: Tensor) -> Tensor:
+    def _decoded(self, x: Tensor, leaf: Leaf) -> Tensor:
         if not self.step.encodings or self.options.view:
             return x
-        return decode(self.step.encodings, x, self.structure.leaves[name], self.step.call(self.state, training=False))
+        return decode(self.step.encodings, x, leaf, self.step.call(self.state, training=False))
 
     def _seen(self, arrived: Named) -> Named:
         """Return parameters, or pieces of them, as the loss sees them in an evaluation."""

@@ -112,6 +112,14 @@ MUTANTS = (
         CODES,
     ),
     Mutant(
+        "a-cut-inside-of-a-block",
+        "fds/transforms/freeze.py",
+        "    if any(n % (group * size) for n in parts):\n        return ()\n",
+        "",
+        "ranks of a tensor axis hold parts of a block of 64 numbers",
+        CODES,
+    ),
+    Mutant(
         "a-scale-for-half-a-block",
         "fds/compression/nf4.py",
         "    x[:, full * BLOCK :].mul_(scales[:, full:])\n",
