@@ -45,12 +45,12 @@ def pack(rows: Tensor) -> Tensor:
         return rows.new_empty((n, width(c)), dtype=torch.uint8)
     blocks = -(-c // BLOCK)
     x = torch.nn.functional.pad(rows.float(), (0, blocks * BLOCK - c)).view(n, blocks, BLOCK)
-    held = x.abs().amax(2).to(torch.bfloat16)
-    scales = held.float()
+    rounded = x.abs().amax(2).to(torch.bfloat16)
+    scales = rounded.float()
     table = torch.tensor(CODES, device=rows.device)
     x = x / torch.where(scales == 0, 1, scales).unsqueeze(2)
     codes = torch.bucketize(x, (table[1:] + table[:-1]) / 2).to(torch.uint8).view(n, -1)[:, :c]
-    return torch.cat([held.view(torch.uint8), (codes[:, ::2] << 4) | codes[:, 1::2]], 1)
+    return torch.cat([rounded.view(torch.uint8), (codes[:, ::2] << 4) | codes[:, 1::2]], 1)
 
 
 def numbers(row_bytes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -344,8 +344,8 @@ def _structure(step: Stations, shapes: Any) -> tuple[Structure, dict[str, Leaf]]
         return structure, structure.leaves
     whole = {name: x for name, x in tree.paths(shapes).items() if name in structure.leaves}
     leaves = {name: attrs.evolve(structure.leaves[name], shape=tuple(x.shape)) for name, x in whole.items()}
-    held = [_held(step, x.to("meta"), leaves[name]) for name, x in whole.items()]
-    return step.structure_of(tree.flatten(params)[1](held))[0], leaves
+    encoded = [_held(step, x.to("meta"), leaves[name]) for name, x in whole.items()]
+    return step.structure_of(tree.flatten(params)[1](encoded))[0], leaves
 
 
 def _held(step: Stations, x: Tensor, leaf: Leaf) -> Tensor:

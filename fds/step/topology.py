@@ -171,8 +171,8 @@ class Dimensions:
         """Return the same for parameters that these views may encode."""
         if not encodings:
             return self
-        held = [attrs.evolve(entry, placement=entry.placement.holding(encodings)) for entry in self.entries]
-        return attrs.evolve(self, entries=tuple(held))
+        entries = [attrs.evolve(entry, placement=entry.placement.holding(encodings)) for entry in self.entries]
+        return attrs.evolve(self, entries=tuple(entries))
 
     @functools.cached_property
     def owned(self) -> list[tuple[Axis, Placement]]:

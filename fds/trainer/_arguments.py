@@ -133,8 +133,8 @@ def rates_of(args: Any, scheduler: Any, updates: int) -> Rates:
     return Rates(text, torch.tensor(table, dtype=torch.float64, device="cpu"))
 
 
-def optimizer_of(args: Any, decayed: set[str], rates: Any = None) -> Optimizer:
-    """Return the optimizer that the arguments name, without decay for parameters that are not in `decayed`.
+def optimizer_of(args: Any, decayed: Mapping[str, bool], rates: Any = None) -> Optimizer:
+    """Return the optimizer that the arguments name, given by name which of the parameters that are trained decay.
 
     Raises `ConfigError` for an optimizer that fds has not, or not under that name.
     """
@@ -149,10 +149,11 @@ def optimizer_of(args: Any, decayed: set[str], rates: Any = None) -> Optimizer:
         )
     adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     make = lambda decay: _OPTIMIZERS[kind](args.learning_rate if rates is None else rates, decay, **adam)
-    if not args.weight_decay or not decayed:
-        return make(0.0)
+    kinds = set(decayed.values())
+    if not args.weight_decay or kinds != {True, False}:
+        return make(args.weight_decay if kinds == {True} else 0.0)
 
     def decays(name: str, shape: tuple[int, ...]) -> bool:
-        return name in decayed
+        return decayed.get(name, False)
 
     return by_name({decays: make(args.weight_decay), "*": make(0.0)})

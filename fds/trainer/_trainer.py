@@ -305,10 +305,10 @@ class StepTrainer(Theirs):
         follows = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=self.args.learning_rate)
         return rates_of(self.args, self.create_scheduler(updates, follows), updates)
 
-    def _decayed(self) -> set[str]:
-        """Return the trained parameters that decay, if there are others too; their names, as transformers has them."""
-        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        return trained & set(self.get_decay_parameter_names(self.model))
+    def _decayed(self) -> dict[str, bool]:
+        """Return by name whether a trained parameter decays, as transformers has it."""
+        names = set(self.get_decay_parameter_names(self.model))
+        return {name: name in names for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _frozen(self, asked: list[Any]) -> list[Transform]:
         parts = asked[0].parts if len(asked) == 1 and isinstance(asked[0], Composition) else asked

@@ -72,7 +72,7 @@ def test_groups_decay_as_theirs_do(optim, theirs):
     groups = [{"params": [want["w"]], "weight_decay": 0.3}, {"params": [want["bias"]], "weight_decay": 0.0}]
     optimizer = theirs(groups, lr=0.05, **adam)
     loss = lambda params, batch: (params["w"] ** 2).sum() * batch.sum() + (params["bias"] ** 3).sum()
-    step = fds.compose(optimizer_of(arguments, {"w"}))(loss)
+    step = fds.compose(optimizer_of(arguments, {"w": True, "bias": False}))(loss)
     state = step.init(start)
     for i in range(3):
         batch = torch.tensor([i + 1.0], dtype=torch.float64)
@@ -85,7 +85,9 @@ def test_groups_decay_as_theirs_do(optim, theirs):
 
 
 def test_without_decay_there_is_one_group_and_no_function():
-    assert repr(optimizer_of(Arguments(), {"w"})) == "adamw(lr=5e-05, weight_decay=0.0)"
+    assert repr(optimizer_of(Arguments(), {"w": True, "b": False})) == "adamw(lr=5e-05, weight_decay=0.0)"
+    assert "weight_decay=0.3" in repr(optimizer_of(Arguments(weight_decay=0.3), {"w": True}))
+    assert "weight_decay=0.0" in repr(optimizer_of(Arguments(weight_decay=0.3), {"b": False}))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_what_a_composition_says_is_not_said_twice(changes):
 
 def test_an_optimizer_that_fds_has_not_is_refused():
     with pytest.raises(ConfigError, match=r"adafactor[\s\S]*adamw_torch"):
-        optimizer_of(Arguments(optim="adafactor"), set())
+        optimizer_of(Arguments(optim="adafactor"), {})
 
 
 def test_a_norm_is_measured_where_nothing_is_clipped():
