@@ -230,6 +230,58 @@ def test_a_trainer_of_trl_trains_what_it_trains(tmp_path):
     assert_logs_agree(ours, other)
 
 
+def test_a_model_of_peft_trains_saves_and_goes_on_as_with_their_trainer(tmp_path):
+    import peft
+
+    def adapted():
+        config = peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        base = model()
+        torch.manual_seed(1)
+        return peft.get_peft_model(base, config)
+
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}  # matrices alone are trained: all decay
+    other = trainer(theirs(), tmp_path / "theirs", module=adapted(), **given)
+    ours = trainer(fds.hf.Trainer, tmp_path / "ours", module=adapted(), **given)
+    assert_logs_agree(ours, other)
+    again = peft.PeftModel.from_pretrained(model(), tmp_path / "ours" / "checkpoint-4").eval()
+    with torch.no_grad():
+        seen = [made(**padded(rows(1)[:4])).logits for made in (again, ours.model.eval())]
+    assert torch.equal(*seen)
+    checkpoint = str(tmp_path / "ours" / "checkpoint-2")
+    resumed = trainer(fds.hf.Trainer, tmp_path / "ours", module=adapted(), resume=checkpoint, **given)
+    assert [entry.get("loss") for entry in logged(resumed)[:4]] == [entry.get("loss") for entry in logged(ours)[:4]]
+
+
+def test_a_sequence_to_sequence_trainer_predicts_by_generating(tmp_path):
+    import transformers
+
+    class Ours(fds.hf.Trainer, transformers.Seq2SeqTrainer):
+        pass
+
+    small = {"vocab_size": 31, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(**small, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
+
+    def run(kind):
+        torch.manual_seed(0)
+        given = {**settings(max_steps=4), "predict_with_generate": True, "generation_max_length": 6}
+        made = transformers.Seq2SeqTrainingArguments(output_dir=str(tmp_path), save_strategy="no", **QUIET, **given)
+        trained = kind(
+            transformers.T5ForConditionalGeneration(config),
+            made,
+            train_dataset=rows(1)[:44],
+            data_collator=padded,
+            compute_metrics=lambda seen: {"tokens": float((seen.predictions > 0).sum())},
+        )
+        trained.train()
+        seen = trained.predict(rows(1)[:4])
+        return trained, [seen.metrics["test_loss"]], [seen.metrics["test_tokens"], seen.predictions.tolist()]
+
+    (ours, loss, got), (other, want_loss, want) = run(Ours), run(transformers.Seq2SeqTrainer)
+    assert_logs_agree(ours, other)
+    assert got == want
+    torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=0.0)
+
+
 def test_two_ranks_save_read_and_go_on_at_this_stage_and_another(tmp_path):
     torchrun("tests.peers.hf_trainer", tmp_path / "out", "stopped", ranks=2)
     seen = json.loads((tmp_path / "out").read_text())
