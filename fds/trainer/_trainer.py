@@ -29,7 +29,7 @@ from fds.config.reading import read
 from fds.errors import ComposeError, ConfigError, StorageError
 from fds.microbatches import Microbatches
 from fds.state import State
-from fds.step import Split, Step, Transform, compose
+from fds.step import Split, Step, Transform, compose, whole
 from fds.step.composition import Composition
 from fds.storage import load, save
 from fds.trainer._arguments import Rates, check_arguments, optimizer_of, rates_of
@@ -366,9 +366,15 @@ class StepTrainer(Theirs):
         return metrics["loss"].detach().float().to(self.args.device).clone()
 
     def _part(self, part: dict[str, Any], n: int) -> Any:
-        if isinstance(self._asked, Step):
-            return part["inputs"]
-        return {**part, "factor": part["factor"] * n}
+        inputs = part["inputs"]
+        tensors = [x for x in inputs.values() if isinstance(x, Tensor) and x.dim()]
+        rows = len(inputs.get("input_ids", tensors[0])) if tensors else 0
+        if any(len(x) != rows for x in tensors):  # offsets of packed documents, say, of a microbatch as they are
+            inputs = {
+                name: whole(x) if isinstance(x, Tensor) and x.dim() and len(x) != rows else x
+                for name, x in inputs.items()
+            }
+        return inputs if isinstance(self._asked, Step) else {**part, "inputs": inputs, "factor": part["factor"] * n}
 
     def _of(self, n: int) -> Step:
         """Return the step for so many microbatches: the last update of an epoch may have fewer."""

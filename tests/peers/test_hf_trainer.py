@@ -204,7 +204,8 @@ def test_what_is_not_followed_is_refused(tmp_path):
         assert where in caught.value.where, caught.value
 
 
-def test_a_trainer_of_trl_trains_what_it_trains(tmp_path):
+@pytest.mark.parametrize("more", [{}, {"packing": True, "max_length": 16}], ids=["padded", "packed"])
+def test_a_trainer_of_trl_trains_what_it_trains(more, tmp_path):
     import datasets
     import trl
     from tokenizers import Tokenizer, models
@@ -220,7 +221,7 @@ def test_a_trainer_of_trl_trains_what_it_trains(tmp_path):
 
     def run(kind):
         given = {key: value for key, value in settings(max_steps=8).items() if key != "warmup_steps"}
-        made = trl.SFTConfig(output_dir=str(tmp_path), bf16=False, save_strategy="no", **QUIET, **given)
+        made = trl.SFTConfig(output_dir=str(tmp_path), bf16=False, save_strategy="no", **QUIET, **given, **more)
         trained = kind(model(), made, train_dataset=data, processing_class=tokenizer)
         trained.train()
         return trained
