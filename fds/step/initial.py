@@ -356,7 +356,7 @@ def _held(step: Stations, x: Tensor, leaf: Leaf) -> Tensor:
         if not isinstance(lies, SplitDim) or (y.shape == x.shape and y.dtype == x.dtype):
             continue
         last = lies.dim == y.dim() - 1
-        fits = lies.parts_of(y.shape[-1]) in lies.held if last else y.shape[:-1] == x.shape[:-1]
+        fits = lies.parts_of(y.shape[-1]) in lies.encoded if last else y.shape[:-1] == x.shape[:-1]
         if not fits or not all(getattr(view, "by_row", False) for view in step.encodings):
             raise StateError(
                 "ranks of an axis would hold parts of numbers that are encoded together",

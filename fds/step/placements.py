@@ -28,12 +28,12 @@ class SplitDim:
     which every rank holds a piece (queries, keys and values in one matrix). Of a part of length n the first n % ranks
     ranks hold one element more than the others.
 
-    `held` has the lengths of the same parts as views may encode them: then a dim has one of several lengths.
+    `encoded` has the lengths of the same parts as views may encode them: then a dim has one of several lengths.
     """
 
     dim: int
     parts: tuple[int, ...] = ()
-    held: tuple[tuple[int, ...], ...] = ()
+    encoded: tuple[tuple[int, ...], ...] = ()
 
     def __attrs_post_init__(self) -> None:
         if not is_int(self.dim, 0):
@@ -53,13 +53,15 @@ class SplitDim:
 
     def whole(self, piece: int, size: int) -> int:
         """Return the length of the dim, given that of a rank's piece."""
-        if not self.parts or any(sum(parts) == piece * size for parts in self.held):  # which all ranks have as much of
+        if not self.parts or any(
+            sum(parts) == piece * size for parts in self.encoded
+        ):  # which all ranks have as much of
             return piece * size
         return sum(self.parts)
 
     def parts_of(self, length: int) -> tuple[int, ...]:
         """Return the lengths of the parts of a dim that is so long; one part where none of them are."""
-        return next((parts for parts in (self.parts, *self.held) if parts and sum(parts) == length), (length,))
+        return next((parts for parts in (self.parts, *self.encoded) if parts and sum(parts) == length), (length,))
 
 
 @attrs.frozen
@@ -189,7 +191,7 @@ class Placement:
             return x
         dim, size, parts = lies.dim, self.axis.size, lies.parts
         fits = dim < x.dim() and (
-            lies.parts_of(x.shape[dim]) in (parts, *lies.held) if parts else x.shape[dim] % size == 0
+            lies.parts_of(x.shape[dim]) in (parts, *lies.encoded) if parts else x.shape[dim] % size == 0
         )
         if not fits:
             raise StateError(

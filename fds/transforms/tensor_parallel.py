@@ -52,13 +52,13 @@ class Divided(Placement):
     def holding(self, encodings: Sequence[Any]) -> Divided:
         """Return the same placement, which knows how long parts are that views encode."""
 
-        def held(how: SplitDim | Replicated) -> SplitDim | Replicated:
+        def encoded(how: SplitDim | Replicated) -> SplitDim | Replicated:
             if not isinstance(how, SplitDim):
                 return how
             each = (view.parts(how.parts, self.axis.size) for view in encodings if hasattr(view, "parts"))
-            return attrs.evolve(how, held=tuple(parts for parts in each if parts))
+            return attrs.evolve(how, encoded=tuple(parts for parts in each if parts))
 
-        return attrs.evolve(self, by_name={name: held(how) for name, how in self.by_name.items()})
+        return attrs.evolve(self, by_name={name: encoded(how) for name, how in self.by_name.items()})
 
     def __repr__(self) -> str:
         kinds = Counter(

@@ -226,11 +226,11 @@ def test_layers_on_a_tensor_axis_compute_what_one_rank_does(plan, kind):
 
     def losses_and_changes(*others):
         step = fds.compose(*parts, *others, fds.sgd(1.0))(linear)
-        given = fds.compose(*parts, fds.sgd(1.0))(linear).init(linear.init, key=3).params
+        params = fds.compose(*parts, fds.sgd(1.0))(linear).init(linear.init, key=3).params
         generator = torch.Generator().manual_seed(2)
-        given = {n: x + 0.3 * torch.randn(x.shape, generator=generator, dtype=x.dtype) if "lora" in n else x.double()
-                 for n, x in given.items()}  # fmt: skip
-        state, losses = step.init(given, key=5), []
+        params = {n: x + 0.3 * torch.randn(x.shape, generator=generator, dtype=x.dtype) if "lora" in n else x.double()
+                 for n, x in params.items()}  # fmt: skip
+        state, losses = step.init(params, key=5), []
         for _ in range(2):
             state, metrics = step(state, tuple(x.double() for x in TOKENS))
             losses.append(metrics["loss"])

@@ -138,12 +138,12 @@ def test_ranks_hold_the_codes_of_one_rank_and_saves_go_both_ways(place, bits, tm
         streamed = dict(step.weights(loaded))
         return got, step.params(begun), step.params(loaded), streamed, step.describe(begun).num_bytes["params"]
 
-    for got, begun, loaded, streamed, held in fds.simulate(run, math.prod(axes.values())):
+    for got, begun, loaded, streamed, num_bytes in fds.simulate(run, math.prod(axes.values())):
         torch.testing.assert_close(got, losses, rtol=1e-5, atol=1e-6)
         assert_same_bits(begun, alone.params(first))
         assert_same_bits(loaded, alone.params(state))
         assert_same_bits({n: streamed[n] for n in loaded}, loaded)
-        assert held < 0.7 * alone.describe(first).num_bytes["params"]
+        assert num_bytes < 0.7 * alone.describe(first).num_bytes["params"]
     again, _ = fds.load(tmp_path / "ranks", alone, GIVEN)
     assert_same_bits(again.params, state.params)
 

@@ -260,10 +260,8 @@ class Region:
 
     def features(self, parts: tuple[int, ...]) -> tuple[int, int, list[tuple[int, int]]]:
         """Return the same as `piece` for features of which parts of these lengths are divided."""
-        pieces, starts = (
-            [ranges(part, self.axis)[self.axis.index] for part in parts],
-            itertools.accumulate(parts, initial=0),
-        )
+        pieces = [ranges(part, self.axis)[self.axis.index] for part in parts]
+        starts = itertools.accumulate(parts, initial=0)
         return -1, sum(parts), [(start + first, n) for start, (first, n) in zip(starts, pieces, strict=False)]
 
     def _parts_of(self, x: Tensor) -> tuple[int, ...]:
