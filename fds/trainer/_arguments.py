@@ -157,3 +157,33 @@ def optimizer_of(args: Any, decayed: Mapping[str, bool], rates: Any = None) -> O
         return decayed.get(name, False)
 
     return by_name({decays: make(args.weight_decay), "*": make(0.0)})
+
+
+def hidden_size_of(model: Any) -> int | None:
+    """Return the width that a model's configuration tells, the largest of several."""
+    config = getattr(model, "config", None)
+    text = getattr(config, "text_config", None)
+    for of, name in ((config, "hidden_size"), (config, "hidden_sizes"), (text, "hidden_size"), (text, "hidden_sizes")):
+        if (size := getattr(of, name, None)) is not None:
+            return max(size) if isinstance(size, list | tuple) else size
+    return None
+
+
+def check_json(config: Any, args: Any) -> None:
+    """Raise `ConfigError` for a JSON that asks for what their loop does, or says other things than the arguments."""
+    clips = config.clipping
+    if "gradient_clipping" not in clips.given and args.max_grad_norm != clips.gradient_clipping:
+        raise ConfigError(
+            "the arguments clip otherwise than DeepSpeed does without the key",
+            where="args.max_grad_norm, gradient_clipping",
+            got=f"{args.max_grad_norm}, and {clips.gradient_clipping} by default",
+            want='"gradient_clipping": "auto"',
+        )
+    for key in ("curriculum_learning", "dynamic_batching"):
+        if config[f"data_efficiency.data_sampling.{key}.enabled"]:
+            raise ConfigError(
+                "the Trainer's loader draws the rows",
+                where=f"data_efficiency.data_sampling.{key}.enabled",
+                got="true",
+                want="fds.initialize(..., training_data=...), which draws them so",
+            )

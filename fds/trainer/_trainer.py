@@ -14,12 +14,11 @@ import glob
 import itertools
 import math
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fds.collectives import init_distributed, mesh as make_mesh, worlds
 from fds.config import TrainingConfig, training_arguments
@@ -32,7 +31,8 @@ from fds.state import State
 from fds.step import Split, Step, Transform, compose, whole
 from fds.step.composition import Composition
 from fds.storage import load, save
-from fds.trainer._arguments import Rates, check_arguments, optimizer_of, rates_of
+from fds.trainer._arguments import Rates, check_arguments, check_json, hidden_size_of, optimizer_of, rates_of
+from fds.trainer._stand_ins import Follower, Readers, StandIn, events_of, home
 from fds.transforms.clip import clip_by_global_norm
 from fds.transforms.freeze import freeze
 from fds.transforms.loss_scale import loss_scale
@@ -47,85 +47,6 @@ else:
 
 FOLDER, TAG = "fds", "state"  # in a checkpoint of theirs
 _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-class StandIn:
-    """The module as `compute_loss` receives it: called with the step's parameters, and the module in all else."""
-
-    def __init__(self, call: Any, module: nn.Module):
-        self._call, self._module = call, module
-
-    @property
-    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]  (isinstance(model, PeftModel))
-        return type(self._module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-@attrs.define(eq=False)
-class Follower:
-    """What their loop and callbacks read of an optimizer and a scheduler: the rates of the last update.
-
-    It steps nothing: the step has done so.
-    """
-
-    rates: list[float] = attrs.field(factory=lambda: [math.nan])
-    defaults: dict[str, Any] = attrs.field(factory=dict)
-    state: dict[Any, Any] = attrs.field(factory=dict)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups as torch's optimizers have them, without parameters."""
-        return [{"lr": rate, "params": []} for rate in self.rates]
-
-    def get_last_lr(self) -> list[float]:
-        """Return the rates of the last update, of each group."""
-        return self.rates
-
-    def step(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
-
-    def zero_grad(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the state is that of the step."""
-        return {}
-
-
-class Readers:
-    """The first callback: has the step's parameters in the module before one of the user's is called."""
-
-    def __init__(self, trainer: StepTrainer):
-        self._trainer = trainer
-
-    def __getattr__(self, event: str) -> Any:
-        if not event.startswith("on_"):
-            raise AttributeError(event)
-        return functools.partial(self._called, event)
-
-    def _called(self, event: str, *_: Any, **__: Any) -> None:
-        if event in self._trainer.read_events:
-            self._trainer.write_back()
-
-
-def events_of(callbacks: Sequence[Any]) -> set[str]:
-    """Return the events that callbacks of others than transformers and trl follow: they may read the module."""
-    ours = [callback for callback in callbacks if not isinstance(callback, Readers)]
-    return {
-        event
-        for callback in ours
-        for event in dir(type(callback))
-        if event.startswith("on_") and _home(getattr(type(callback), event)) not in ("transformers", "trl")
-    }
-
-
-def _home(function: Any) -> str:
-    return getattr(function, "__module__", "").partition(".")[0]
 
 
 class StepTrainer(Theirs):
@@ -199,7 +120,7 @@ class StepTrainer(Theirs):
                     got=f"{getattr(self, name)!r:.60}",
                     want="step=fds.compose(..., fds.adamw(lr))",
                 )
-        if _home(type(self).create_optimizer) != "transformers":
+        if home(type(self).create_optimizer) != "transformers":
             raise ConfigError(
                 "the optimizer is a part of the step, and a method of yours makes another",
                 where=f"{type(self).__name__}.create_optimizer",
@@ -273,8 +194,8 @@ class StepTrainer(Theirs):
         """Return step and state of DeepSpeed's JSON; an optimizer or schedule that it has not is the arguments'."""
         data = self._json()
         config = TrainingConfig.of(data)
-        auto = training_arguments(self.args, hidden_size=_hidden_size(self.model), num_training_steps=updates)
-        _check_json(config, self.args)
+        auto = training_arguments(self.args, hidden_size=hidden_size_of(self.model), num_training_steps=updates)
+        check_json(config, self.args)
         kinds = (config.optimizer, config.scheduler)
         optimizes, schedules = (group is not None and group.type is not None for group in kinds)
         step, state, *_ = initialize(
@@ -450,35 +371,6 @@ class StepTrainer(Theirs):
         if self.step is not None and self.step_state is not None:
             params = {name: p.detach() for name, p in self.model.named_parameters()}
             self.step_state = self.step.with_params(self.step_state, params)
-
-
-def _hidden_size(model: Any) -> int | None:
-    config = getattr(model, "config", None)
-    text = getattr(config, "text_config", None)
-    for of, name in ((config, "hidden_size"), (config, "hidden_sizes"), (text, "hidden_size"), (text, "hidden_sizes")):
-        if (size := getattr(of, name, None)) is not None:
-            return max(size) if isinstance(size, list | tuple) else size
-    return None
-
-
-def _check_json(config: Any, args: Any) -> None:
-    """Raise `ConfigError` for a JSON that asks for what their loop does, or says other things than the arguments."""
-    clips = config.clipping
-    if "gradient_clipping" not in clips.given and args.max_grad_norm != clips.gradient_clipping:
-        raise ConfigError(
-            "the arguments clip otherwise than DeepSpeed does without the key",
-            where="args.max_grad_norm, gradient_clipping",
-            got=f"{args.max_grad_norm}, and {clips.gradient_clipping} by default",
-            want='"gradient_clipping": "auto"',
-        )
-    for key in ("curriculum_learning", "dynamic_batching"):
-        if config[f"data_efficiency.data_sampling.{key}.enabled"]:
-            raise ConfigError(
-                "the Trainer's loader draws the rows",
-                where=f"data_efficiency.data_sampling.{key}.enabled",
-                got="true",
-                want="fds.initialize(..., training_data=...), which draws them so",
-            )
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import pytest
 
 import fds
 from fds.collectives import mesh
-from fds.elastic._run import Start
+from fds.elastic._start import Start
 from fds.errors import ElasticityError, FdsError, RankError, ResizeError
 from fds.media.locks import lock_file
 from fds.storage import shelf

@@ -6,6 +6,7 @@ SEARCH = "fds/config/elasticity.py"
 BATCHES = "tests/elastic/test_batches.py"
 OF_A_JSON = "tests/config/test_elasticity.py"
 RUN = "fds/elastic/_run.py"
+START = "fds/elastic/_start.py"
 SHELF = "fds/storage/shelf.py"
 RUNS = "tests/elastic/test_run.py"
 
@@ -108,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "elastic-handler-stays",
-        RUN,
+        START,
         "            signal.signal(signal.SIGTERM, self._before)\n",
         "            pass\n",
         "the handler of SIGTERM outlives the run that set it",
@@ -124,7 +125,7 @@ MUTANTS = (
     ),
     Mutant(
         "elastic-all-ranks-train",
-        RUN,
+        START,
         "max((n for n in numbers if n <= everyone.size), default=0)",
         "max((everyone.size for n in numbers if n <= everyone.size), default=0)",
         "ranks that cannot share the batch train",
