@@ -55,6 +55,10 @@ class DrawsOfAll(TorchFunctionMode):
         super().__init__()
         self.region = region
 
+    def __enter__(self) -> DrawsOfAll:
+        self.region.drawing = True
+        return super().__enter__()
+
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -69,6 +73,7 @@ def _dropout(region: Region, input: Tensor, p: float = 0.5, training: bool = Tru
     if not (training and p):
         return input
     _check_uncompiled(region)
+    region.draws = True
     return drop(input, p, region, run=region.run, inplace=inplace)
 
 
@@ -107,11 +112,13 @@ def attention(
 
 def _attention(region: Region, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return attention of a function of torch: over this rank's heads, or over all where a plan leaves it whole."""
-    if region.split and (args[1:2] or [kwargs.get("dropout_p")])[0]:
+    p = (args[1:2] or [kwargs.get("dropout_p")])[0]
+    if region.split and p:
         region.piece(query, run=None)  # raises
     if region.heads is None and not region.inside:
         tokens.check_alone(query, key)
         return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    region.draws = region.draws or bool(p)
     return attention(region, query, key, value, *args, **kwargs)
 
 

@@ -38,7 +38,7 @@ class Region:
         opened: whether attention that runs was given the whole of what are parts of sequences, its first argument.
         before: what `inside` is where a call begins: what layers before it left.
         run: the name of the blocks one of which runs now, if it is given parts of sequences: an encoder's, a decoder's.
-        draws: whether the module draws in functions, so that calls of it run in `DrawsOfAll`; `drawing` while one does.
+        draws: whether functions of the module have drawn for pieces; `drawing` while a call runs in `DrawsOfAll`.
         memory: whether attention that runs was given keys and values that are whole where queries are parts.
         split: whether a module of the user's runs whose own forward computes with pieces: no layer says what is cut.
         blocks: whether there are blocks in which activations are parts of sequences.
@@ -152,10 +152,10 @@ class Region:
         """Note that an activation is this rank's pieces of these parts of features from now on."""
         if self.draws and not self.drawing:
             raise LossError(
-                "torch.utils.checkpoint runs functions again that draw, and they would not draw what they drew",
+                "functions that draw run again in backward, and would not draw what they drew",
                 where=f"tensor_parallel over {self.axis.name!r}",
-                got="F.dropout, or dropout in attention, in a function that is checkpointed",
-                want="nn.Dropout, or fds.checkpoint_activations()",
+                got="F.dropout, or dropout in attention, under torch.utils.checkpoint or in an fds.tile",
+                want="nn.Dropout; or fds.checkpoint_activations(), and no tiles of what draws",
             )
         self.inside, self.lead = parts, y.shape[:-1]
         self.widths.add(y.shape[-1])

@@ -178,7 +178,6 @@ class Calls:
                     self.pending.update(edges)
                 observations.watched.add(recorded)
             elif observations.draws and not torch.compiler.is_compiling():
-                region.draws = region.drawing = True
                 with DrawsOfAll(region):
                     out = forward(*args, **kwargs)
             else:
@@ -221,7 +220,7 @@ class Watch(DrawsOfAll):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if is_drawn_for_all(func):
-            self.observations.draws = self.region.draws = self.region.drawing = True
+            self.observations.draws = True  # also of what drops nothing yet
         values = [*args, *(kwargs or {}).values()]
         if func in OF_ELEMENTS:
             self._check_whole(func, next((x for x in values if isinstance(x, Tensor)), None))

@@ -226,6 +226,17 @@ def test_functions_that_draw_in_a_module_that_recomputes_itself_are_refused():
         check(lambda: Recomputing(by_function), {"*.up": "column", "*.down": "row"})
 
 
+def attending(y):
+    x = y.unflatten(-1, (-1, 1)).transpose(-3, -2)  # a head of each feature
+    return y + F.scaled_dot_product_attention(x, x, x).transpose(-3, -2).flatten(-2)
+
+
+@pytest.mark.parametrize("between", [nn.Dropout(0.0), lambda y: F.dropout(y, 0.0), attending])
+def test_functions_that_could_draw_and_do_not_run_again_in_backward(between):
+    check(lambda: Recomputing(between), {"*.up": "column", "*.down": "row"})
+    check(lambda: MLP(between), PLAN, fds.tile("up", tokens=3))
+
+
 def layers(draw: Any):
     return nn.Sequential(nn.Linear(8, 13), nn.GELU(), draw, nn.Linear(13, 8), nn.Dropout(0.3))
 
