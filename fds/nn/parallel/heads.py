@@ -9,7 +9,7 @@ activation, of its dtype, for a moment.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,7 @@ class DrawsOfAll(TorchFunctionMode):
         super().__init__()
         self.region = region
 
-    def __enter__(self) -> DrawsOfAll:
+    def __enter__(self) -> Self:
         self.region.drawing = True
         return super().__enter__()
 

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import attrs
 import torch
@@ -204,7 +204,7 @@ class Watch(DrawsOfAll):
         self.failed: Failed | None = None
         self.uses = {id(x): use for use in calls.uses if (x := use.parameters.get(use.key)) is not None}
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         self.region.look = self._check_row
         for module, key, name in self.counts:
             count = Divided(getattr(module, key))
