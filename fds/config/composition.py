@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from fds.config import compression
-from fds.config.field import AUTO, NotYet
 from fds.config.function_call import (
     SUMS,
     AxisOf,
@@ -24,12 +23,12 @@ from fds.config.function_call import (
     random_ltd_call,
     schedule_call,
 )
-from fds.config.keys import Groups, optimizer
+from fds.config.keys import Groups
 from fds.config.keys.step import DTYPES
-from fds.config.keys.zero import STAGE_3
 from fds.config.modules import Parts
-from fds.config.record import Config
-from fds.errors import ConfigError, MeshError, NotSupportedError, did_you_mean
+from fds.config.offload import offload_call
+from fds.config.unsupported import check_supported
+from fds.errors import ConfigError, MeshError
 from fds.layout import MOST_BYTES
 
 _GRAD_SCALER = {"window": 2000, "hysteresis": 1}  # as in torch.amp.GradScaler and Apex, not DeepSpeed's fp16
@@ -389,101 +388,3 @@ def clipping_call(config: Groups) -> FunctionCall | None:
     """Return the call that clips the gradient, or None."""
     bound = config.clipping.gradient_clipping
     return FunctionCall.of("clip_by_global_norm", bound) if bound else None
-
-
-_SUB_GROUP = 16  # bytes an element: master, two moments and gradient
-_LEAST_BUFFER = 2**20  # bytes of a buffer, below which a disk is slow
-
-
-def offload_call(config: Groups, *, low: bool) -> FunctionCall | None:
-    """Return the call that lets leaves live elsewhere, or None; `low` says whether the loss computes in 16 bit.
-
-    Masters live where `offload_param` says; in 16 bit, where they are the optimizer's alone, else where
-    `offload_optimizer` says.
-    """
-    zero = config.zero_optimization
-    optimizer = _medium(config, zero.offload_optimizer)
-    param = _medium(config, zero.offload_param)
-    if optimizer is None and param is None:
-        return None
-    group = zero.offload_optimizer if optimizer is not None else None
-    part, ahead = (1.0, False) if group is None else (group.ratio, group.super_offload)
-    masters = param or (optimizer if low else None)
-    return FunctionCall.of(
-        "offload", moments=optimizer, masters=masters, gradients=optimizer, ratio=part, speculate=ahead
-    )
-
-
-def _medium(config: Groups, of: Config | None) -> str | FunctionCall | None:
-    """Return where a group lets leaves live; None for the device."""
-    if of is None or of.device == "none":
-        return None
-    if of.device == "cpu":
-        return "host"
-    return FunctionCall.of("disk", of.nvme_path, **_disk_sizes(config))
-
-
-def _disk_sizes(config: Groups) -> dict[str, int]:
-    """Return the sizes of reads and writes that were given.
-
-    Buffers become smaller by them, never larger: DeepSpeed's sizes are of whole models, and larger buffers bring no
-    speed.
-    """
-    zero, aio = config.zero_optimization, config.aio
-    sizes = [default("disk", "buffer_bytes")]
-    if "sub_group_size" in zero.given and zero.sub_group_size:
-        sizes.append(_SUB_GROUP * zero.sub_group_size)
-    param = zero.offload_param
-    if param is not None and "buffer_size" in param.given and param.buffer_size:
-        sizes.append(4 * param.buffer_size)
-    out: dict[str, int] = {"buffer_bytes": max(min(sizes), _LEAST_BUFFER)}
-    if not aio.given.isdisjoint(("queue_depth", "intra_op_parallelism")):
-        out["queue_depth"] = aio.queue_depth * aio.intra_op_parallelism
-    return out
-
-
-def unsupported_keys(config: Groups) -> Iterator[tuple[str, str]]:
-    """Yield (JSON path, feature) of every key that asks for a feature that is not supported."""
-    off = set[str]()
-    for path, value, key, _ in config.walk():
-        if isinstance(value, Config) and getattr(value, "enabled", True) is False:
-            off.add(path)
-        if path in STAGE_3 and config.zero_optimization.stage in (0, 1, 2):
-            continue
-        group, _, name = path.rpartition(".")
-        match key.meaning:
-            case NotYet(feature, nothing) if value != AUTO and not _in(value, nothing):
-                if name == "enabled" or group not in off:
-                    yield path, feature
-    curriculum = config.curriculum_learning
-    if curriculum.enabled and curriculum.schedule_type == "custom":
-        feature = "a function of the program: transforms=[fds.curriculum('seqlen', function)] instead of these keys"
-        yield "curriculum_learning.schedule_type", feature
-    kind = config.optimizer.kind if config.optimizer is not None else None
-    if kind in optimizer.NOT_YET:
-        yield "optimizer.type", optimizer.NOT_YET[kind]
-    elif kind is not None and kind not in optimizer.OPTIMIZERS:
-        near = did_you_mean(str(config["optimizer.type"]), optimizer.SPELLED.values())
-        yield "optimizer.type", f"the optimizer {config['optimizer.type']!r} ({near}; or pass an Optimizer of your own)"
-    type_ = config.scheduler.type if config.scheduler is not None else None
-    if type_ is not None and type_ not in optimizer.SCHEDULERS:
-        near = did_you_mean(type_, optimizer.SCHEDULERS)
-        yield "scheduler.type", f"the scheduler {type_!r} ({near}; or pass a schedule f(t) of your own)"
-
-
-def check_supported(config: Groups) -> None:
-    """Raise `NotSupportedError`, with the paths of all keys that ask for a feature that is not supported."""
-    unsupported = list(unsupported_keys(config))
-    if unsupported:
-        raise NotSupportedError(
-            "the configuration asks for features that fds does not support yet",
-            where=", ".join(path for path, _ in unsupported),
-            got="; ".join(f"{path} ({feature})" for path, feature in unsupported),
-            want="a configuration without these keys",
-            hint="config.explain(mesh) shows the rest",
-        )
-
-
-def _in(value: object, values: tuple) -> bool:
-    """Return whether a value is one of these, where 0 is not False."""
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)

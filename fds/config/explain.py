@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from fds.config.composition import EMBEDDINGS, compose_supported, data_ranks, embeddings_of, unsupported_keys
+from fds.config.composition import EMBEDDINGS, compose_supported, data_ranks, embeddings_of
 from fds.config.compression import asks_for_modules, parts_of, sums_scores
 from fds.config.elasticity import BATCH, search
 from fds.config.field import AUTO, Argument, Elsewhere, Key, NotApplicable, NotYet, PartOf
@@ -20,6 +20,7 @@ from fds.config.memory import RankMemory, rank_memory
 from fds.config.modules import Parts
 from fds.config.reading import auto_paths
 from fds.config.record import Config, walk
+from fds.config.unsupported import unsupported_keys
 from fds.errors import ConfigError
 from fds.loss import Layers
 

@@ -12,7 +12,7 @@ import attrs
 from torch import Tensor, nn
 
 from fds.collectives import Axis, Mesh, worlds
-from fds.config import composition
+from fds.config import composition, unsupported
 from fds.config.composition import clipping_call, loss_scale_call
 from fds.config.compression import Factors, parts_of, student_of, with_scores
 from fds.config.eigenvalues import eigenvalues
@@ -82,7 +82,7 @@ class TrainingConfig(Groups):
         """
         call = schedule_call(self.filled({}))
         if call is None and self.scheduler is not None and self.scheduler.type is not None:
-            composition.check_supported(self)
+            unsupported.check_supported(self)
         return None if call is None else call.build(None)
 
     def transforms(
