@@ -5,10 +5,11 @@
     python -m benchmarks.tuning --quick             # one small problem, nothing written: does it all run?
 
 Problems differ in model, rows of the batch, ranks (two and four, of gloo), cables between them (three rates; each node
-is a core) and memory. Each composition is trained, rehearsed and trained anew in the same processes, so that all meet
-the machine as it is in those seconds: what is measured is the mean of both trainings, and how far these are from each
-other says what of an error is the machine's. The tuner then searches with what is known as its journal, with a tenth of
-the trials of the sweep.
+is a core) and memory. The machine's speed drifts within seconds, so all compositions take turns, in rounds: in each one
+is trained and rehearsed for a few calls, with a fresh state, in the same processes. What is measured is the median of
+the rounds, of the slowest rank in each; how far the medians of the even and of the odd rounds are from each other says
+what of an error is the machine's. The tuner then searches with what is known as its journal, with a tenth of the trials
+of the sweep.
 
 Claims: seconds are predicted within 5% in the median and 15% at worst, before any trial; bytes within 3% in the median;
 the tuner's choice is within 5% of the best of the sweep in nine problems of ten.
@@ -25,6 +26,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,17 +41,19 @@ from rich.console import Console
 
 import fds
 from benchmarks import cable, ranks, report
+from fds import tree
 from fds.collectives import worlds
+from fds.profiling.peaks import of_second_call
 from fds.tuning import Budget, Report, Space, standard
 from fds.tuning.footprints import weigh
 from fds.tuning.journal import Journal
 from fds.tuning.problem import Problem
-from fds.tuning.rehearsal import rehearse
+from fds.tuning.rehearsal import ROUNDS, Rehearsal
 from fds.tuning.search import name_of
 from fds.tuning.spaces import Candidate
-from fds.tuning.trials import run_candidate
 
-SECONDS = 0.05  # of calls that are timed, five times over
+SECONDS = 0.05  # of calls that are rehearsed, and of those that are trained, in each round
+CALLS = (2, 10)  # that are trained and timed in a round: at least, and at most
 ADAMW = functools.partial(fds.adamw, 1e-3)
 
 
@@ -119,7 +123,7 @@ class Measured:
     footprint: Any
     rehearsal: Any = ""
     trial: tuple[float, int] | None = None
-    apart: float = 0.0  # the seconds of a second trial beside those of the first, relative to these
+    apart: float = 0.0  # the seconds of odd rounds beside those of even rounds, relative to these
 
     @property
     def error(self) -> float:
@@ -134,36 +138,82 @@ class Measured:
         return self.footprint["num_bytes"] / self.trial[1] - 1
 
 
-def sweep(case: Case, seconds: float, few: int | None = None) -> list[Measured]:
-    """Weigh, rehearse and train all compositions, one after the other, on all ranks; return what came of each."""
+def sweep(case: Case, seconds: float, few: int | None = None, rounds: int = ROUNDS) -> list[Measured]:
+    """Weigh, rehearse and train all compositions, in turns, on all ranks; return what came of each."""
     fds.init_distributed()
     everyone = fds.mesh(ranks=-1)["ranks"]
     if case.over:  # each node is a core
         cores = sorted(os.sched_getaffinity(0))
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), {cores[everyone.index * 2 // everyone.size % len(cores)]})
-    problem, rows = case.problem(), list[Measured]()
-    for candidate in problem.space.candidates()[:few]:
-        weighed, rehearsed, trials = list[Any](), list[Any](), (list[Any](), list[Any]())
-        weigh(weighed.append, problem, (candidate,))
-        footprint = everyone.exchange(weighed)[0][0]  # the first rank's
-        if isinstance(footprint, str):
-            rows.append(Measured(candidate, footprint))
-            continue
-        for trial in trials:
-            for link in worlds.of_torch().links.values():  # what gloo received into before is not the trial's
+    problem = case.problem()
+    candidates = problem.space.candidates()[:few]
+    weighed = list[Any]()
+    weigh(weighed.append, problem, candidates)
+    footprints = [
+        next(x for x in answers if x is not None) for answers in zip(*everyone.exchange(weighed), strict=True)
+    ]
+    if refused := [footprint for footprint in footprints if isinstance(footprint, str)]:
+        raise RuntimeError(f"compositions of the benchmark are refused: {refused}")
+    trainings = [Training.of(problem, candidate) for candidate in candidates]
+    rehearsal = Rehearsal(problem, candidates, seconds)
+    for turn in range(rounds):
+        for i in rehearsal.order(turn):
+            trainings[i].visit(seconds)
+            rehearsal.visit(i)
+    rehearsed = rehearsal.answers()
+    return [
+        Measured(*row[:3], row[3].trial(), row[3].apart())
+        for row in zip(candidates, footprints, rehearsed, trainings, strict=True)
+    ]
+
+
+@attrs.define
+class Training:
+    """A composition that is trained in rounds."""
+
+    problem: Problem
+    step: Any
+    share: Any
+    everyone: Any
+    rounds: list[float] = attrs.field(factory=list)
+    num_bytes: int = 0  # at the peak of a call, of the rank that holds most
+
+    @classmethod
+    def of(cls, problem: Problem, candidate: Candidate) -> Training:
+        """Compose it."""
+        mesh = fds.mesh(**candidate.axes)
+        return cls(problem, problem.step(candidate, mesh), problem.share(candidate, mesh), mesh[tuple(candidate.axes)])
+
+    def visit(self, seconds: float) -> None:
+        """Train some calls with a fresh state, and note what one takes on the slowest rank; at first also its bytes."""
+        if not self.rounds:
+            for link in worlds.of_torch().links.values():  # what gloo received into before is not this one's
                 link.scratch.free.clear()  # pyright: ignore[reportAttributeAccessIssue]  (gloo's)
-            run_candidate(trial.append, problem, candidate, seconds)
-            if not rehearsed:
-                rehearse(rehearsed.append, problem, (candidate,), seconds)
-        (first, num_bytes), (again, _) = (_most(everyone.exchange(trial)) for trial in trials)
-        rows.append(Measured(candidate, footprint, rehearsed[0], ((first + again) / 2, num_bytes), again / first - 1))
-    return rows
+            of_rank = sum(of_second_call(self.step, self.problem.init(self.step), self.share).values())
+            self.num_bytes = max(self.everyone.exchange(of_rank))
+        state, metrics = self.problem.init(self.step), None
 
+        def run(calls: int) -> float:
+            nonlocal state, metrics
+            begin = time.perf_counter()
+            for _ in range(calls):
+                state, metrics = self.step(state, self.share)
+                tree.values_of(metrics["loss"])
+            return (time.perf_counter() - begin) / calls
 
-def _most(trials: Sequence[Any]) -> tuple[float, int]:
-    seconds, num_bytes = zip(*trials, strict=True)
-    return max(seconds), max(num_bytes)
+        once = run(1)  # which warms caches
+        least, most = CALLS
+        calls = max(self.everyone.exchange(min(max(least, math.ceil(seconds / once)), most)))
+        self.rounds.append(max(self.everyone.exchange(run(calls))))
+
+    def trial(self) -> tuple[float, int]:
+        """Return the seconds of a call, and bytes."""
+        return statistics.median(self.rounds), self.num_bytes
+
+    def apart(self) -> float:
+        """Return how far odd rounds are from even ones."""
+        return statistics.median(self.rounds[1::2]) / statistics.median(self.rounds[::2]) - 1
 
 
 @attrs.frozen

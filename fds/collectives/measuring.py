@@ -14,8 +14,12 @@ from fds.collectives.axis import Axis
 
 BLOCKS = 3  # of collectives: their median counts
 OF_LINK = 5  # blocks of messages between two ranks: the fastest counts, for it says most of the link
+BURSTS = 3  # of messages on a line: the median of what they say counts
+REST = 0.1  # seconds before a burst, in which a line saves what it is ahead of its rate at first
 MOST = 1000  # messages of a block
 LARGE = 1 << 20  # bytes of the tensors whose rate is measured
+SENDS = 15  # whose delay is measured: the median counts
+MEANWHILE = 0.01  # seconds that their sender computes: longer than a scheduler lets a thread wait
 
 
 class Rate(NamedTuple):
@@ -35,15 +39,32 @@ class Timed(NamedTuple):
     busy: float
 
 
-def time_collective(axis: Axis, op: str, num_bytes: int, device: torch.device, seconds: float) -> Timed:
-    """Return what a collective of a tensor takes, all ranks starting it again and again for `seconds`."""
+def time_collective(
+    axis: Axis,
+    op: str,
+    num_bytes: int,
+    device: torch.device,
+    seconds: float,
+    *,
+    blocks: int = BLOCKS,
+    rest: float = 0.0,
+) -> Timed:
+    """Return what a collective of a tensor takes, all ranks starting it again and again for `seconds`.
+
+    Before each they compute for `rest` seconds, which do not count.
+    """
     send = _sender(axis, op, num_bytes, device)
     count = lambda once: max(axis.exchange(max(1, min(MOST, int(seconds / once)))))
-    return sorted(_blocks(send, device, count, axis.barrier, BLOCKS))[BLOCKS // 2]
+    return sorted(_blocks(send, device, count, axis.barrier, blocks, rest))[blocks // 2]
 
 
-def time_link(axis: Axis, peer: int, num_bytes: int, seconds: float) -> Timed:
-    """Return what a tensor takes from this rank to a peer, half of the way there and back; both call it."""
+def time_link(
+    axis: Axis, peer: int, num_bytes: int, seconds: float, *, blocks: int = OF_LINK, rest: float = 0.0
+) -> Timed:
+    """Return what a tensor takes from this rank to a peer, half of the way there and back; both call it.
+
+    Before it is sent there they compute for `rest` seconds, which do not count.
+    """
     x, first = torch.zeros(max(num_bytes // 4, 1), device=axis.device), axis.index < peer
     counts = torch.zeros(1, dtype=torch.int64, device=axis.device)
 
@@ -56,54 +77,99 @@ def time_link(axis: Axis, peer: int, num_bytes: int, seconds: float) -> Timed:
         (axis.start_send(counts, peer) if first else axis.start_recv(counts, peer)).wait()
         return int(counts)
 
-    there_and_back = min(_blocks(send, axis.device, count, lambda: None, OF_LINK))
+    there_and_back = min(_blocks(send, axis.device, count, lambda: None, blocks, rest))
     return Timed(there_and_back.seconds / 2, there_and_back.busy / 2)
 
 
 def time_line(axis: Axis, pair: tuple[int, ...], seconds: float) -> Rate:
-    """Return the rate of what all ranks of an axis send each other, or of what the first of a pair of them sends."""
-    num_bytes, arrivals = LARGE * (axis.size - 1) // axis.size, list[float]()
+    """Return the rate of what all ranks of an axis send each other, or of what the first of a pair of them sends.
+
+    It is that of the slowest rank, in bursts of `seconds` each after a rest.
+    """
+    num_bytes, rates = LARGE * (axis.size - 1) // axis.size, list[Rate]()
     send, x = _sender(axis, "all_gather", LARGE, axis.device), torch.zeros(LARGE // 4, device=axis.device)
     if pair:
         num_bytes, source, to = LARGE, *pair
         send = lambda: axis.start_send(x, to).wait()
         if axis.index != source:
             send = lambda: axis.start_recv(x, source).wait() if axis.index == to else None
-    begin = time.perf_counter()
-    while not arrivals or max(axis.exchange(arrivals[-1])) < seconds:
-        for _ in range(4):
-            send()
-            arrivals.append(time.perf_counter() - begin)
-    return min(rate_of(times, num_bytes) for times in axis.exchange(arrivals))
+    for _ in range(BURSTS):
+        time.sleep(REST)
+        axis.barrier()
+        arrivals, begin = list[float](), time.perf_counter()
+        while not arrivals or max(axis.exchange(arrivals[-1])) < seconds:
+            for _ in range(4):
+                send()
+                arrivals.append(time.perf_counter() - begin)
+        rates.append(min(rate_of(times, num_bytes) for times in axis.exchange(arrivals)))
+    return Rate(*(statistics.median(values) for values in zip(*rates, strict=True)))
+
+
+def time_delay(axis: Axis) -> float:
+    """Return by how many seconds a message is late whose sender computes meanwhile on the core that would send it.
+
+    The first rank of an axis sends to the last; all call this.
+    """
+    x, to, late = torch.zeros(1, device=axis.device), axis.size - 1, dict[float, list[float]]()
+    for meanwhile in (0.0, MEANWHILE) * SENDS:
+        axis.barrier()
+        begin = time.perf_counter()
+        if axis.index == 0:
+            work = axis.start_send(x, to)
+            _compute(meanwhile)
+            work.wait()
+        elif axis.index == to:
+            axis.start_recv(x, 0).wait()
+            late.setdefault(meanwhile, []).append(time.perf_counter() - begin)
+    waits, computes = axis.exchange([*late.values()])[to]
+    return max(0.0, statistics.median(computes) - statistics.median(waits))
+
+
+def _compute(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
 
 
 def rate_of(arrivals: Sequence[float], num_bytes: int) -> Rate:
     """Return the rate of messages of so many bytes that arrived at these times, in seconds after the first's start.
 
-    The second half of them says the rate.
+    The second half of them says the rate, the first how far ahead of it a line is that has rested. Where one comes
+    late, as on a machine that did something else, those that follow catch up: so the furthest ahead counts.
 
     >>> rate_of([0.0, 0.0, 0.0, 1.0, 2.0, 3.0], 100)
     Rate(bytes_per_second=100.0, credit=3.0)
     """
-    apart = [later - sooner for sooner, later in itertools.pairwise(arrivals[len(arrivals) // 2 - 1 :])]
+    half = len(arrivals) // 2
+    apart = [later - sooner for sooner, later in itertools.pairwise(arrivals[half - 1 :])]
     each = max(statistics.median(apart), 1e-9)
-    return Rate(num_bytes / each, max(0.0, len(arrivals) * each - arrivals[-1]))
+    ahead = max(i * each - arrival for i, arrival in enumerate(arrivals[:half], start=1))
+    return Rate(num_bytes / each, max(0.0, ahead))
 
 
 def _blocks(
-    send: Callable[[], Any], device: torch.device, count: Callable[[float], int], meet: Callable[[], None], blocks: int
+    send: Callable[[], Any],
+    device: torch.device,
+    count: Callable[[float], int],
+    meet: Callable[[], None],
+    blocks: int,
+    rest: float,
 ) -> list[Timed]:
     """Return what a message takes in each of some blocks; `count` says of how many, by the seconds of one."""
 
     def run(times: int) -> Timed:
         meet()
-        begin, busy = time.perf_counter(), time.process_time()
-        for _ in range(times):
-            send()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # in which the host spins
-        busy = time.process_time() - busy if device.type == "cpu" else 0.0
-        return Timed((time.perf_counter() - begin) / times, busy / times)
+        seconds = busy = 0.0
+        for _ in range(times if rest else 1):
+            _compute(rest)  # a core that sleeps is late
+            begin, used = time.perf_counter(), time.process_time()
+            for _ in range(1 if rest else times):
+                send()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # in which the host spins
+            seconds += time.perf_counter() - begin
+            busy += time.process_time() - used if device.type == "cpu" else 0.0
+        return Timed(seconds / times, busy / times)
 
     run(2)
     times = count(max(run(2).seconds, 1e-6))

@@ -275,8 +275,5 @@ def planned(sizes: Mapping[str, int], rank: int) -> Iterator[Mesh]:
     count = math.prod(sizes.values())
     if not is_int(rank, 0) or rank >= count:
         raise MeshError("there is no such rank", where="rank", got=repr(rank), want=f"0 to {count - 1}")
-    token = worlds.simulated.set(Planned(rank, count, shares_cores=worlds.current().shares_cores))
-    try:
+    with worlds.among(Planned(rank, count, shares_cores=worlds.current().shares_cores)):
         yield mesh(**sizes)
-    finally:
-        worlds.simulated.reset(token)

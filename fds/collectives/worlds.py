@@ -143,6 +143,16 @@ def current() -> World:
 
 
 @contextlib.contextmanager
+def among(world: World) -> Iterator[None]:
+    """Let a world be the current one inside, for this thread."""
+    token = simulated.set(world)
+    try:
+        yield
+    finally:
+        simulated.reset(token)
+
+
+@contextlib.contextmanager
 def first_ranks(count: int) -> Iterator[None]:
     """Let the first `count` ranks, of which this is one, be the current world inside; all of them call it."""
     world = current()
@@ -150,11 +160,8 @@ def first_ranks(count: int) -> Iterator[None]:
     if count == world.size:
         yield
         return
-    token = simulated.set(FirstRanks(world, count))
-    try:
+    with among(FirstRanks(world, count)):
         yield
-    finally:
-        simulated.reset(token)
 
 
 def process_rank() -> int:

@@ -4,6 +4,10 @@ The rank is planned: the others do not exist, and a collective returns as if all
 done on the values of a real state, since zeros, or what memory happens to hold, may be slower (denormal numbers) or
 refused. All ranks of a machine rehearse the same candidate at a time, as they will share its memory. Where they are
 more than its cores, seconds are those of a core: `replay` shares cores out.
+
+A machine's speed drifts within seconds, by more than what candidates differ by. So they are rehearsed in rounds, a few
+calls of each, and what all of them take in a round says how fast the machine was. What is predicted are the seconds at
+its median speed.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 import os
 import statistics
 import time
@@ -21,47 +26,115 @@ import attrs
 import torch
 
 from fds import tree
-from fds.collectives import Axis, Mesh, mesh, worlds
+from fds.collectives import Axis, mesh, worlds
 from fds.collectives.links import ALIKE, Collective, Work, bytes_sent, dry
-from fds.collectives.measuring import Rate, Timed, time_collective, time_line, time_link
+from fds.collectives.measuring import Rate, Timed, time_collective, time_delay, time_line, time_link
 from fds.collectives.meshes import planned
 from fds.collectives.traffic import MessageKind, Traffic, counting
-from fds.profiling.peaks import of_dry_run
-from fds.profiling.planned import tell_headers, untouched
+from fds.profiling.planned import tell_headers
+from fds.step import Step
 from fds.tuning.problem import Problem
 from fds.tuning.replay import Cost, Course, Message, replay
 from fds.tuning.spaces import Candidate
 
-WARM = 3  # calls that learn, and fill caches
-CALLS = (7, 200)  # that are recorded: at least, and at most
-_OF_MESSAGES = 0.1  # of the seconds of a candidate, for each kind
-_OF_LINES = 0.25  # seconds of messages that say the rate of a line
+ROUNDS = 6  # of all candidates, so that each meets the machine at several times
+CALLS = (2, 10)  # that are recorded in a round: at least, and at most
+_OF_MESSAGES = 0.1  # of the seconds of a candidate, for each kind in each round
+_OF_LINES = 0.25  # seconds of a burst of messages that says the rate of a line
 _SMALL = 2**14  # bytes: of fewer the rate of a line does not matter
 
 
 def rehearse(tell: Callable[[Any], None], problem: Problem, candidates: tuple[Candidate, ...], seconds: float) -> None:
     """Tell for each candidate the seconds of a call without messages and those that they add, or the text of an error.
 
-    What a kind of message takes is measured once, where it first occurs.
+    It is told in the first round, so that it is known which one ends a process, and again after the last.
     """
-    together, links = mesh(ranks=-1)["ranks"], Links(torch.device(problem.device), seconds)
-    for candidate in candidates:
-        answers = record(problem, candidate, together, seconds)
-        if errors := [answer for answer in answers if isinstance(answer, str)]:
-            tell(errors[0])
-        else:
-            courses = [answer for answer in answers if isinstance(answer, Course)]
-            tell(predict(courses, candidate, links))
+    rehearsal = Rehearsal(problem, candidates, seconds)
+    for turn in range(ROUNDS):
+        for i in rehearsal.order(turn):
+            rehearsal.visit(i)
+            if turn == 0:
+                tell(rehearsal.answers()[i])
+    for answer in rehearsal.answers():
+        tell(answer)
 
 
-def record(problem: Problem, candidate: Candidate, together: Axis, seconds: float) -> list[Course | str]:
-    """Return the courses of all ranks through a call, or the texts of what they raised; all ranks call it."""
-    with planned(candidate.axes, together.index) as ranks:
-        call, error = _attempt(lambda: _prepared(problem, candidate, ranks))
-        if any(errors := together.exchange(error)):  # else all compute from here on
-            return [error for error in errors if error]
-        course, error = _attempt(lambda: _recorded(call, problem.device, seconds))
-        return [_course(x) for x in together.exchange(error or attrs.asdict(course))]
+class Rehearsal:
+    """Candidates that are rehearsed in rounds, by all ranks, which call the same methods in the same order.
+
+    Args:
+        problem: what is tuned.
+        candidates: of it.
+        seconds: of a candidate's calls that are recorded, three times over in all rounds.
+    """
+
+    def __init__(self, problem: Problem, candidates: Sequence[Candidate], seconds: float):
+        self.problem, self.candidates, self.seconds = problem, candidates, seconds
+        self.together, self.links = mesh(ranks=-1)["ranks"], Links(torch.device(problem.device), seconds)
+        self.parts = dict[int, Part]()
+        self.errors = dict[int, str]()
+        self.rounds: list[list[tuple[float, float]]] = [[] for _ in candidates]
+
+    def order(self, turn: int) -> Sequence[int]:
+        """Return the numbers of the candidates in the order of a round: to and fro, so that none is always first."""
+        if turn:
+            self.links.forget()
+        return range(len(self.candidates))[:: -1 if turn % 2 else 1]
+
+    def visit(self, i: int) -> None:
+        """Record some calls of a candidate, and add what they say to what is known of it."""
+        candidate = self.candidates[i]
+        if i not in self.parts and i not in self.errors:
+            self.parts[i] = self._do(i, lambda: Part.of(self.problem, candidate, self.together.index))
+        once = self._do(i, lambda: self.parts[i].begin())
+        if i in self.errors:  # of any rank; else all compute at the same time
+            return
+        least, most = CALLS
+        wanted = math.ceil(3 * self.seconds / ROUNDS / max(self.together.exchange(once)))
+        courses = self._do(i, lambda: self.parts[i].record(min(max(least, wanted), most)))
+        if i not in self.errors:
+            calls = zip(*map(_courses, self.together.exchange(courses)), strict=False)
+            self.rounds[i].append(_median([predict(call, candidate, self.links) for call in calls]))
+
+    def _do(self, i: int, work: Callable[[], Any]) -> Any:
+        """Do what all ranks do for a candidate, unless one of them has failed before."""
+        if i in self.errors:
+            return None
+        value, error = _attempt(work)
+        if errors := [text for text in self.together.exchange(error) if text]:
+            self.errors[i] = errors[0]
+        return value
+
+    def answers(self) -> list[Any]:
+        """Return what is known so far, as `rehearse` tells it; None of candidates that were not visited yet."""
+        computed = settled([[seconds for seconds, _ in rounds] for rounds in self.rounds])
+        answers = list[Any]()
+        for i, rounds in enumerate(self.rounds):
+            messages = statistics.median(added for _, added in rounds) if rounds else 0.0
+            answers.append(self.errors.get(i, (computed[i], messages) if rounds else None))
+        return answers
+
+
+def settled(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """Return the seconds of candidates from those of each round, at the median speed of the machine; nan of no rounds.
+
+    >>> settled([[1.0, 2.0, 1.1], [3.0, 6.0, 3.0]])  # the second round was at half speed
+    [1.0, 3.0]
+    """
+    usual = [statistics.median(of_one) if of_one else math.nan for of_one in rounds]
+    num_rounds = max(map(len, rounds), default=0)
+    slow = [
+        statistics.median(of_one[turn] / usual[i] for i, of_one in enumerate(rounds) if turn < len(of_one))
+        for turn in range(num_rounds)
+    ]
+    return [
+        statistics.median(x / slow[turn] for turn, x in enumerate(of_one)) if of_one else math.nan for of_one in rounds
+    ]
+
+
+def _median(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    first, second = (statistics.median(values) for values in zip(*pairs, strict=True))
+    return first, second
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
@@ -71,45 +144,57 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {error}".split("\n")[0]
 
 
-def _prepared(problem: Problem, candidate: Candidate, ranks: Mesh) -> Callable[[], None]:
-    """Return a call of this rank's part of a candidate's step; what it computes first is behind it."""
-    make = functools.partial(problem.step, candidate)
-    step, share = make(ranks), problem.share(candidate, ranks)
-    tell_headers(step, make, candidate.axes, lambda step: of_dry_run(step, untouched(step, problem.params), share))
-    with alone():
-        state = problem.init(step)
+@attrs.define(eq=False)
+class Part:
+    """This rank's part of a candidate's step, planned; it has a state only in the rounds that record it."""
 
-    def call() -> None:
-        nonlocal state
-        state, metrics = step(state, share)
-        tree.values_of(metrics["loss"])  # which waits for the device
+    problem: Problem
+    step: Step
+    share: Any
+    world: worlds.World
+    call: Callable[[], None] = lambda: None
 
-    with alone():
-        call()
-    return call
+    @classmethod
+    def of(cls, problem: Problem, candidate: Candidate, rank: int) -> Part:
+        """Compose it, and find what others of a pipeline send it."""
+        make = functools.partial(problem.step, candidate)
+        with planned(candidate.axes, rank) as ranks:
+            step, share = make(ranks), problem.share(candidate, ranks)
+            with alone():  # a call takes a tenth of a dry run's seconds
+                tell_headers(step, make, candidate.axes, lambda stage: stage(problem.init(stage), share))
+            return cls(problem, step, share, ranks.world)
 
+    def begin(self) -> float:
+        """Make a state and call the step, after which its caches are warm; return the seconds of the call."""
+        with worlds.among(self.world), alone():
+            state = self.problem.init(self.step)
 
-def _recorded(call: Callable[[], None], device: str, seconds: float) -> Course:
-    """Return the course of a call: of the seconds between events, the medians over calls that do the same."""
-    cores, ranks_here = machine()
-    shared = device == "cpu" and ranks_here > cores
-    recorder = Recorder(device=device, clock=time.process_time if shared else time.perf_counter)
-    with alone(), counting(recorder):
-        for _ in range(WARM):
+            def call() -> None:
+                nonlocal state
+                state, metrics = self.step(state, self.share)
+                tree.values_of(metrics["loss"])  # which waits for the device
+
             begin = time.perf_counter()
-            recorder.record(call)
-        once = time.perf_counter() - begin
-        courses = [recorder.record(call) for _ in range(min(max(CALLS[0], math.ceil(3 * seconds / once)), CALLS[1]))]
-    last = courses[-1]
-    alike = [c.seconds for c in courses if (c.messages, c.events) == (last.messages, last.events)]
-    return attrs.evolve(last, seconds=tuple(map(statistics.median, zip(*alike, strict=True))))
+            call()
+        self.call = call
+        return time.perf_counter() - begin
+
+    def record(self, count: int) -> list[Any]:
+        """Return the courses of so many calls, of those that do what the last one does; JSON. The state is dropped."""
+        shared = self.problem.device == "cpu" and operator.lt(*machine())
+        recorder = Recorder(device=self.problem.device, clock=time.process_time if shared else time.perf_counter)
+        with worlds.among(self.world), alone(), counting(recorder):
+            courses = [recorder.record(self.call) for _ in range(count)]
+        self.call = lambda: None
+        last = courses[-1]
+        alike = [c.seconds for c in courses if (c.messages, c.events) == (last.messages, last.events)]
+        return [[attrs.asdict(message) for message in last.messages], last.events, alike]
 
 
-def _course(answer: Any) -> Course | str:
-    if isinstance(answer, str):
-        return answer
-    messages = (Message(**{**m, "ranks": tuple(m["ranks"]), "pair": tuple(m["pair"])}) for m in answer["messages"])
-    return Course(tuple(messages), tuple(answer["events"]), tuple(map(float, answer["seconds"])))
+def _courses(answer: Any) -> list[Course]:
+    sent, events, calls = answer
+    messages = tuple(Message(**{**m, "ranks": tuple(m["ranks"]), "pair": tuple(m["pair"])}) for m in sent)
+    return [Course(messages, tuple(events), tuple(map(float, seconds))) for seconds in calls]
 
 
 def machine() -> tuple[int, int]:
@@ -203,15 +288,23 @@ def predict(courses: Sequence[Course], candidate: Candidate, links: Links) -> tu
 
 @attrs.define
 class Links:
-    """What messages take by themselves on the meshes of candidates, measured once for each kind, by all ranks."""
+    """What messages take by themselves on the meshes of candidates, measured once a round for each kind, by all ranks.
+
+    Of those whose seconds are the line's, which does not drift, once in all.
+    """
 
     device: torch.device
     seconds: float  # of calls in a rehearsal
     costs: dict[Any, Cost] = attrs.field(factory=dict)
     rates: dict[Any, Rate] = attrs.field(factory=dict)
+    delays: dict[Any, float] = attrs.field(factory=dict)
+
+    def forget(self) -> None:
+        """Measure again what depends on how fast the machine is."""
+        self.costs = {key: cost for key, cost in self.costs.items() if cost.line > cost.seconds / 2}
 
     def cost(self, axes: tuple[tuple[str, int], ...], message: Message) -> Cost:
-        """Return what a message takes, sent on all lines of its axis at once.
+        """Return what a message takes, sent on all lines of its axis at once, after a rest.
 
         What a rank does for it alone, such as adding up what it has received, is not in it: a rehearsal has done that.
         """
@@ -219,25 +312,31 @@ class Links:
             return self.costs[axes, message]
         ranks = mesh(**dict(axes))
         axis, everyone = ranks[tuple(message.axis.split(","))], ranks[tuple(name for name, _ in axes)]
+        if axes not in self.delays:
+            everyone.barrier()
+            late = time_delay(everyone) if self.device.type == "cpu" else 0.0
+            self.delays[axes] = max(everyone.exchange(late))
+        line, rate = (axes, message.axis, message.pair), Rate(math.inf, 0.0)
+        if message.sent > _SMALL and not worlds.current().shares_cores:
+            if line not in self.rates:
+                everyone.barrier()
+                rates = everyone.exchange(time_line(axis, message.pair, _OF_LINES))
+                self.rates[line] = min(Rate(*rate) for rate in rates)
+            rate = self.rates[line]
+        of_line = message.sent / rate.bytes_per_second
+        rest = min(of_line, rate.credit)  # in which the line saves again what the message before it has used up
         everyone.barrier()
-        both = self._timed(axis, message)
+        both = self._timed(axis, message, rest)
         with alone():
-            single = self._timed(axis, message)
+            single = self._timed(axis, message, 0.0)
         spent = everyone.exchange([max(0.0, both.seconds - single.seconds), max(0.0, both.busy - single.busy)])
         most, busy = (max(values) for values in zip(*spent, strict=True))
-        line = (axes, message.axis, message.pair)
-        has_line = message.sent > _SMALL and not worlds.current().shares_cores  # which else are all that it takes
-        if has_line and line not in self.rates:
-            everyone.barrier()
-            self.rates[line] = min(Rate(*rate) for rate in everyone.exchange(time_line(axis, message.pair, _OF_LINES)))
-        rate = self.rates.get(line, Rate(math.inf, 0.0))
-        cost = Cost(most, min(busy, most), message.sent / rate.bytes_per_second, rate.credit)
-        self.costs[axes, message] = cost
+        cost = self.costs[axes, message] = Cost(most, min(busy, most), of_line, rate.credit, self.delays[axes])
         return cost
 
-    def _timed(self, axis: Axis, message: Message) -> Timed:
-        seconds = _OF_MESSAGES * self.seconds
+    def _timed(self, axis: Axis, message: Message, rest: float) -> Timed:
+        seconds, how = _OF_MESSAGES * self.seconds, {"blocks": 1, "rest": rest}
         if message.op != "send":
-            return time_collective(axis, message.op, message.num_bytes, self.device, seconds)
+            return time_collective(axis, message.op, message.num_bytes, self.device, seconds, **how)
         peers = [at for at in message.pair if at != axis.index]
-        return time_link(axis, peers[0], message.num_bytes, seconds) if len(peers) == 1 else Timed(0.0, 0.0)
+        return time_link(axis, peers[0], message.num_bytes, seconds, **how) if len(peers) == 1 else Timed(0.0, 0.0)

@@ -47,12 +47,14 @@ class Cost:
         busy: for how many of these the core of a rank is.
         line: each of many that follow each other, by the rate of the line.
         credit: how far a line that has rested is ahead of its rate, as one whose rate is that of a token bucket.
+        late: by how much it starts later where the rank that sends it computes meanwhile, at most as long as it does.
     """
 
     seconds: float = 0.0
     busy: float = 0.0
     line: float = 0.0
     credit: float = 0.0
+    late: float = 0.0
 
 
 @attrs.frozen
@@ -73,7 +75,9 @@ class Course:
 def replay(
     courses: Sequence[Course], costs: Mapping[Message, Cost], *, cores: int = 1, ranks_of_machine: int = 1
 ) -> float:
-    """Return the seconds of a call: when the last rank has come to the end of its course.
+    """Return the seconds of a call, from its start until the last rank has come to the end of its course.
+
+    It is one of many: what the call before it has left of the lines' rates is what it finds.
 
     Args:
         courses: of all ranks, in their order.
@@ -91,9 +95,27 @@ def replay(
     >>> [replay(ranks, {total: Cost(1.0, busy)}) for busy in (0.0, 1.0)]  # behind arithmetic, or beside it
     [3.0, 4.0]
     """
+    places = {"cores": cores, "ranks_of_machine": ranks_of_machine}
+    seconds, over = _replay(courses, costs, {}, **places)  # of a call that finds nothing saved
+    if over:
+        seconds, _ = _replay(courses, costs, {end: until - seconds for end, until in over.items()}, **places)
+    return seconds
+
+
+def _replay(
+    courses: Sequence[Course],
+    costs: Mapping[Message, Cost],
+    over: Mapping[tuple[int, str], float],
+    *,
+    cores: int,
+    ranks_of_machine: int,
+) -> tuple[float, Mapping[tuple[int, str], float]]:
+    """Return the seconds of a call, and until when the rates of lines are used up then, as at its start."""
     names = [_names(course) for course in courses]
-    links, now = _Links(costs, Counter(name for course in names for name in course)), 0.0
-    steps = [_steps(course, named, links) for course, named in zip(courses, names, strict=True)]
+    links, now = _Links(costs, Counter(name for course in names for name in course), over=dict(over)), 0.0
+    steps = [
+        _steps(rank, course, named, links) for rank, (course, named) in enumerate(zip(courses, names, strict=True))
+    ]
     lefts = dict.fromkeys(range(len(courses)), 0.0)  # of those that compute: seconds
     waits = dict[int, Name]()  # of the others: for what
     while lefts or waits:
@@ -119,7 +141,7 @@ def replay(
             continue
         passed, now = min(ends) - now, min(ends)
         lefts = {rank: left - passed * rates[rank] for rank, left in lefts.items()}
-    return now
+    return now, links.over
 
 
 _NOTHING = 1e-12  # seconds
@@ -132,14 +154,21 @@ class _Links:
 
     costs: Mapping[Message, Cost]
     left: Counter[Name]  # parts that were not started yet
+    over: dict[tuple[int, str], float]  # until when the rate of the line is used up
     now: float = 0.0
+    ready: dict[Name, float] = attrs.field(factory=dict)  # when the parts are that were started
     arrivals: dict[Name, float] = attrs.field(factory=dict)
     free: dict[tuple[int, str], float] = attrs.field(factory=dict)  # from when on: what leaves a rank, what comes to it
-    over: dict[tuple[int, str], float] = attrs.field(factory=dict)  # until when the rate of the line is used up
 
-    def start(self, name: Name) -> None:
-        """Start a rank's part; with the last of them the message is on its way, once what was sent before is there."""
+    def start(self, name: Name, rank: int, computes: float) -> None:
+        """Start the part of a rank that computes meanwhile; with the last part the message is on its way.
+
+        Once what was sent before is there.
+        """
         message = name[0]
+        sends = message.op != "send" or rank == message.ranks[0]
+        delay = min(computes, self.cost(message).late) if sends else 0.0
+        self.ready[name] = max(self.ready.get(name, 0.0), self.now + delay)
         self.left[name] -= 1
         if self.left[name]:
             return
@@ -147,11 +176,13 @@ class _Links:
         if message.op == "send":
             ends = [*zip(message.ranks, ("out", "in"), strict=True)]
         cost = self.cost(message)
-        begin = max(self.now, *(self.free.get(end, 0.0) for end in ends))
-        over = max(self.now - cost.credit, *(self.over.get(end, 0.0) for end in ends)) + cost.line
+        begin = max(self.ready[name], *(self.free.get(end, 0.0) for end in ends))
+        over = max(self.over.get(end, 0.0) for end in ends)
+        if cost.line:  # a message whose line does not matter leaves it what it has saved
+            over = max(self.ready[name] - cost.credit, over) + cost.line
+            self.over |= dict.fromkeys(ends, over)
         self.arrivals[name] = max(begin + cost.seconds, over)
         self.free |= dict.fromkeys(ends, self.arrivals[name])
-        self.over |= dict.fromkeys(ends, over)
 
     def cost(self, message: Message) -> Cost:
         return self.costs.get(message, Cost())
@@ -166,13 +197,15 @@ def _names(course: Course) -> list[Name]:
     return names
 
 
-def _steps(course: Course, names: Sequence[Name], links: _Links) -> Iterator[float | Name]:
+def _steps(rank: int, course: Course, names: Sequence[Name], links: _Links) -> Iterator[float | Name]:
     """Yield what a rank does, one after the other: seconds that it computes, and messages that it waits for."""
-    started = 0
-    for number, seconds in zip(course.events, course.seconds, strict=False):
+    started, seen = 0, set[int]()
+    starts = [number not in seen and not seen.add(number) for number in course.events]
+    for i, (number, seconds) in enumerate(zip(course.events, course.seconds, strict=False)):
         yield seconds
         if number == started:
-            links.start(names[number])
+            until = next((j for j in range(i + 1, len(starts)) if not starts[j]), len(starts))
+            links.start(names[number], rank, sum(course.seconds[i + 1 : until + 1]))
             started += 1
         else:
             yield links.cost(names[number][0]).busy

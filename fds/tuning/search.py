@@ -209,7 +209,8 @@ class _Search:
     def ask(self, what: str, candidates: Sequence[Candidate], work: Callable[..., None], *arguments: Any) -> None:
         """Have ranks answer for each candidate, in as few starts as can be: after one that ends them they start again.
 
-        Of what they answer the text of an error counts, else the largest number; None is no answer.
+        Of what they answer the text of an error counts, else the largest number; None is no answer. Where they answer
+        again for all candidates, the last time counts.
         """
         left = [candidate for candidate in candidates if f"{what} {candidate.key}" not in self.journal]
         while left:
@@ -218,8 +219,8 @@ class _Search:
             arguments_ = self.problem, tuple(left), *arguments
             ended = self.place.run(work, arguments_, num_ranks=self.place.num_ranks, limit=limit)
             answered = [*zip(*ended.answers, strict=False)]
-            for candidate, each in zip(left, answered, strict=False):
-                answers = [answer for answer in each if answer is not None]
+            for i, candidate in enumerate(left[: len(answered)]):
+                answers = [answer for answer in answered[i :: len(left)][-1] if answer is not None]
                 refused = [answer for answer in answers if isinstance(answer, str)]
                 answer = refused[0] if refused else answers[0] if len(answers) == 1 else max(answers)
                 self.journal[f"{what} {candidate.key}"] = answer

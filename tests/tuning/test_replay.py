@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 
 import fds
-from fds.collectives.meshes import planned
 from fds.collectives.traffic import MessageKind, Traffic, counting
 from fds.tuning import Space, rehearsal
 from fds.tuning.problem import Problem
@@ -67,6 +66,9 @@ def test_ranks_share_the_cores_of_their_own_machine():
         (Cost(0.5, line=4.0), 6.0),  # by the rate of the line
         (Cost(0.5, line=4.0, credit=1.0), 5.0),  # of which it has saved some
         (Cost(0.5, line=4.0, credit=9.0), 4.0),  # since the call began
+        (Cost(0.5, late=0.2), 3.0),
+        (Cost(0.5, late=0.7), 3.2),  # for the core that would send it computes
+        (Cost(0.5, late=9.0), 3.5),  # until the rank waits
     ],
 )
 def test_a_message_hides_behind_arithmetic_as_far_as_no_core_is_busy_with_it(cost, seconds):
@@ -81,6 +83,20 @@ def test_messages_follow_each_other_on_a_link_and_pass_each_other_on_its_two_way
     back = Message("send", "pp", 400, (1, 0), (1, 0))
     here = [Course((HAND[0], back), (0, 1, 0, 1), (0.0,) * 5)] * 2
     assert replay(here, {HAND[0]: Cost(2.0), back: Cost(2.0)}) == pytest.approx(2.0)
+
+
+def test_a_small_message_leaves_a_line_what_it_has_saved():
+    small = Message("all_gather", "dp", 64, (0, 1))
+    courses = [Course((small, SUM), (0, 0, 1, 1), (1.0, 0.0, 0.0, 0.0, 0.0))] * 2
+    assert replay(courses, {SUM: Cost(0.1, line=1.5, credit=1.0)}) == pytest.approx(1.5)
+
+
+def test_a_call_finds_saved_what_the_one_before_it_has_not_sent():
+    """In its last second a call sends nothing, so the first message of the next is 0.7 s ahead of the rate: 0.3 s."""
+    late = Message("all_gather", "dp", 4000, (0, 1))
+    courses = [Course((SUM, late), (0, 0, 1, 1), (0.0, 0.0, 2.0, 0.0, 1.0))] * 2
+    costs = {SUM: Cost(0.1, line=1.0, credit=0.7), late: Cost(0.1, line=0.5, credit=0.7)}
+    assert replay(courses, costs) == pytest.approx(0.3 + 2.0 + 0.1 + 1.0)
 
 
 def test_nobody_waits_for_a_part_that_is_never_started_nor_for_ever():
@@ -118,9 +134,10 @@ def test_a_rehearsed_rank_starts_the_messages_of_a_real_call(axes, kind):
         return sent.counts
 
     for rank, counts in enumerate(fds.simulate(run, 2)):
-        with planned(axes, rank) as ranks:
-            call = rehearsal._prepared(problem, candidate, ranks)
-            course = rehearsal._recorded(call, "cpu", 1e-4)
+        part = rehearsal.Part.of(problem, candidate, rank)
+        assert part.begin() > 0
+        course, other = rehearsal._courses(part.record(2))
+        assert (course.messages, course.events) == (other.messages, other.events)
         recorded = Counter((message.op, message.num_bytes) for message in course.messages)
         small = 256 if kind == "piped" else 0  # headers, and words about them
         large = lambda counted, small=small: {key: n for key, n in counted.items() if key[1] > small}

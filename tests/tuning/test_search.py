@@ -11,6 +11,7 @@ from fds.errors import FdsError
 from fds.tuning import Budget, Report, Row, Space
 from fds.tuning.places import Here
 from fds.tuning.prediction import Prediction, fit
+from fds.tuning.processes import Ended
 from fds.tuning.search import room_of
 from tests.tuning.problem import allows, batch, fail, layers, recipe, sleep
 
@@ -69,6 +70,19 @@ def test_a_journal_takes_the_place_of_trials(journal, monkeypatch):
     assert json.loads(report.to_json())["choices"] == report.best.candidate.choices
     assert "2, kind=" in str(report).splitlines()[1] and "does not fit" in report._repr_html_()
     assert journal.read_text() == before
+
+
+def test_what_is_told_of_a_candidate_last_counts(journal, monkeypatch, tmp_path):
+    told = [[1.0, 9.0], [2.0, 9.0], [3.0, 0.1], [1.0, 0.5], "refused later"]  # of a third there is nothing later
+    space = Space(recipe, {"dp": 2}, {"kind": ["whole", "sharded", "less"]})
+    weighed = {"num_bytes": 1, "is_whole": True, "unknown": ""}
+    ends = {"weigh": Ended(((weighed,) * 3,), "done"), "rehearse": Ended((tuple(told),), "done")}
+    monkeypatch.setattr(Here, "run", lambda self, work, *_, **__: ends[work.__name__])
+    options = {"space": space, "budget": Budget(seconds=1e-9), "show": None}
+    report = fds.tune(layers(), layers().init, batch(), **options)
+    rows = {row.candidate.choices["kind"]: row for row in report.rows}
+    assert rows["whole"].prediction == Prediction(1.0, 0.5) and rows["less"].prediction == Prediction(3.0, 0.1)
+    assert (rows["sharded"].outcome, rows["sharded"].why) == ("refused", "refused later")
 
 
 def test_a_line_that_was_not_written_whole_is_done_again(journal, tmp_path):
