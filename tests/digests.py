@@ -12,6 +12,7 @@ ranks load. What a composition that is refused says is kept instead, word for wo
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import itertools
 import json
@@ -51,7 +52,9 @@ def main() -> int:
     options = parser.parse_args()
     if (options.file is None) != (options.what == "messages"):
         parser.error("write and compare take a file, messages none")
-    results = all_results([i for i, one in enumerate(ALL) if re.search(options.only, one.name)], options.jobs)
+    results = all_results(
+        [i for i, one in enumerate(every_composition()) if re.search(options.only, one.name)], options.jobs
+    )
     if options.what == "messages":
         for result in results:
             print(result.name, f"{result.small} small", *result.messages, sep="\n    ")
@@ -120,7 +123,7 @@ def all_results(indices: list[int], jobs: int) -> list[Result]:
 
 def result_of(index: int) -> Result:
     """Return the result of one composition; any error is a result."""
-    composition = ALL[index]
+    composition = every_composition()[index]
     with tempfile.TemporaryDirectory(prefix="fds-digests-") as folder:
         try:
             ranks = fds.simulate(lambda: trained(composition, folder), composition.ranks)
@@ -201,7 +204,7 @@ def digest(values: Any) -> str:
     return total.hexdigest()[:16]
 
 
-ALL = compositions()
+every_composition = functools.cache(compositions)  # seconds, and once in a process
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,6 +13,7 @@ import pytest
 import fds
 from fds import data, kernels
 from fds.lazy import lazily
+from tests import ranks
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"attrs", "cattrs", "hjson", "matplotlib", "numpy", "rich", "safetensors", "torch", "triton", "xxhash"}
@@ -105,3 +106,15 @@ def test_an_import_that_fails_says_what_is_missing(tmp_path, monkeypatch):
     (tmp_path / "far.py").write_text("x = 1\n")
     importlib.invalidate_caches()
     assert package.x == 1
+
+
+def import_tools():
+    """Import what stands beside the tests; what is a program of its own runs only when it is asked to."""
+    for path in sorted((ROOT / "tests").glob("**/*.py")):
+        if not path.name.startswith("test_") and path.name != "__main__.py":
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+
+def test_every_tool_of_the_tests_can_be_imported():
+    code, said = ranks.alone(import_tools)
+    assert code == 0, said
