@@ -164,7 +164,7 @@ MUTANTS = (
     ),
     Mutant(
         "scores-of-pieces-are-whole",
-        "fds/transforms/tensor_parallel.py",
+        "fds/transforms/tensor_parallel/resolution.py",
         "        dims |= {name: how for name, how in scores.items() if at + name in loss_module.paths}\n",
         "",
         "every rank of a tensor axis holds the scores of all numbers",
