@@ -53,7 +53,7 @@ from fds.tuning.search import name_of
 from fds.tuning.spaces import Candidate
 
 SECONDS = 0.05  # of calls that are rehearsed, and of those that are trained, in each round
-CALLS = (2, 10)  # that are trained and timed in a round: at least, and at most
+CALLS = (1, 10)  # that are trained and timed in a round: at least, and at most
 ADAMW = functools.partial(fds.adamw, 1e-3)
 
 

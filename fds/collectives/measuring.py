@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +22,17 @@ MEANWHILE = 0.01  # seconds that their sender computes: longer than a scheduler 
 
 
 class Rate(NamedTuple):
-    """How fast messages follow each other: bytes that a rank sends per second, and the `credit` of a line that rested.
+    """How fast messages follow each other on a line.
 
-    It is by how many seconds the first messages arrive ahead of that rate: a token bucket has such a credit.
+    Attributes:
+        bytes_per_second: that a rank sends.
+        credit: by how many seconds the first messages after a rest arrive ahead of that rate: a token bucket has such.
+        buffered: by how many seconds a rank that only sends is done before they have arrived.
     """
 
     bytes_per_second: float
     credit: float
+    buffered: float = 0.0
 
 
 class Timed(NamedTuple):
@@ -101,7 +104,12 @@ def time_line(axis: Axis, pair: tuple[int, ...], seconds: float) -> Rate:
             for _ in range(4):
                 send()
                 arrivals.append(time.perf_counter() - begin)
-        rates.append(min(rate_of(times, num_bytes) for times in axis.exchange(arrivals)))
+        every = axis.exchange(arrivals)
+        rate = min(rate_of(times, num_bytes) for times in (every if not pair else [every[pair[1]]]))
+        if pair:
+            ahead = max(there - here for here, there in zip(every[pair[0]], every[pair[1]], strict=True))
+            rate = rate._replace(buffered=max(0.0, ahead))
+        rates.append(rate)
     return Rate(*(statistics.median(values) for values in zip(*rates, strict=True)))
 
 
@@ -138,11 +146,10 @@ def rate_of(arrivals: Sequence[float], num_bytes: int) -> Rate:
     late, as on a machine that did something else, those that follow catch up: so the furthest ahead counts.
 
     >>> rate_of([0.0, 0.0, 0.0, 1.0, 2.0, 3.0], 100)
-    Rate(bytes_per_second=100.0, credit=3.0)
+    Rate(bytes_per_second=100.0, credit=3.0, buffered=0.0)
     """
     half = len(arrivals) // 2
-    apart = [later - sooner for sooner, later in itertools.pairwise(arrivals[half - 1 :])]
-    each = max(statistics.median(apart), 1e-9)
+    each = max((arrivals[-1] - arrivals[half - 1]) / (len(arrivals) - half), 1e-9)
     ahead = max(i * each - arrival for i, arrival in enumerate(arrivals[:half], start=1))
     return Rate(num_bytes / each, max(0.0, ahead))
 

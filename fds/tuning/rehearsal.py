@@ -37,8 +37,8 @@ from fds.tuning.problem import Problem
 from fds.tuning.replay import Cost, Course, Message, replay
 from fds.tuning.spaces import Candidate
 
-ROUNDS = 6  # of all candidates, so that each meets the machine at several times
-CALLS = (2, 10)  # that are recorded in a round: at least, and at most
+ROUNDS = 8  # of all candidates, so that each meets the machine at several times
+CALLS = (1, 10)  # that are recorded in a round: at least, and at most
 _OF_MESSAGES = 0.1  # of the seconds of a candidate, for each kind in each round
 _OF_LINES = 0.25  # seconds of a burst of messages that says the rate of a line
 _SMALL = 2**14  # bytes: of fewer the rate of a line does not matter
@@ -321,7 +321,7 @@ class Links:
             if line not in self.rates:
                 everyone.barrier()
                 rates = everyone.exchange(time_line(axis, message.pair, _OF_LINES))
-                self.rates[line] = min(Rate(*rate) for rate in rates)
+                self.rates[line] = Rate(*(min(values) for values in zip(*rates, strict=True)))
             rate = self.rates[line]
         of_line = message.sent / rate.bytes_per_second
         rest = min(of_line, rate.credit)  # in which the line saves again what the message before it has used up
@@ -331,7 +331,9 @@ class Links:
             single = self._timed(axis, message, 0.0)
         spent = everyone.exchange([max(0.0, both.seconds - single.seconds), max(0.0, both.busy - single.busy)])
         most, busy = (max(values) for values in zip(*spent, strict=True))
-        cost = self.costs[axes, message] = Cost(most, min(busy, most), of_line, rate.credit, self.delays[axes])
+        cost = self.costs[axes, message] = Cost(
+            most, min(busy, most), of_line, rate.credit, rate.buffered, self.delays[axes]
+        )
         return cost
 
     def _timed(self, axis: Axis, message: Message, rest: float) -> Timed:

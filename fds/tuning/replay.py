@@ -47,6 +47,7 @@ class Cost:
         busy: for how many of these the core of a rank is.
         line: each of many that follow each other, by the rate of the line.
         credit: how far a line that has rested is ahead of its rate, as one whose rate is that of a token bucket.
+        buffered: of a send, how long before it arrives the rank that sends it may be done, after `seconds` at least.
         late: by how much it starts later where the rank that sends it computes meanwhile, at most as long as it does.
     """
 
@@ -54,6 +55,7 @@ class Cost:
     busy: float = 0.0
     line: float = 0.0
     credit: float = 0.0
+    buffered: float = 0.0
     late: float = 0.0
 
 
@@ -127,7 +129,7 @@ def _replay(
                     lefts[rank] = seconds
                 case (message, number):
                     waits[rank] = message, number
-        for rank in [rank for rank, name in waits.items() if links.arrivals.get(name, math.inf) <= now]:
+        for rank in [rank for rank, name in waits.items() if links.end(name, rank) <= now]:
             del waits[rank]
             lefts[rank] = 0.0
         if any(left <= _NOTHING for left in lefts.values()):
@@ -135,9 +137,10 @@ def _replay(
         busy = Counter(rank // ranks_of_machine for rank in lefts)
         rates = {rank: min(1.0, cores / busy[rank // ranks_of_machine]) for rank in lefts}
         ends = [now + left / rates[rank] for rank, left in lefts.items()]
-        ends += [links.arrivals[name] for name in waits.values() if name in links.arrivals]
+        ends += [links.end(name, rank) for rank, name in waits.items() if name in links.arrivals]
         if not ends:  # of ranks that rehearsed, and so wait in another order than they would
             links.arrivals |= dict.fromkeys(waits.values(), now)
+            links.sent |= dict.fromkeys(waits.values(), now)
             continue
         passed, now = min(ends) - now, min(ends)
         lefts = {rank: left - passed * rates[rank] for rank, left in lefts.items()}
@@ -158,6 +161,7 @@ class _Links:
     now: float = 0.0
     ready: dict[Name, float] = attrs.field(factory=dict)  # when the parts are that were started
     arrivals: dict[Name, float] = attrs.field(factory=dict)
+    sent: dict[Name, float] = attrs.field(factory=dict)  # when the rank is done that sends it to another
     free: dict[tuple[int, str], float] = attrs.field(factory=dict)  # from when on: what leaves a rank, what comes to it
 
     def start(self, name: Name, rank: int, computes: float) -> None:
@@ -182,7 +186,13 @@ class _Links:
             over = max(self.ready[name] - cost.credit, over) + cost.line
             self.over |= dict.fromkeys(ends, over)
         self.arrivals[name] = max(begin + cost.seconds, over)
+        self.sent[name] = max(begin + cost.seconds, self.arrivals[name] - cost.buffered)
         self.free |= dict.fromkeys(ends, self.arrivals[name])
+
+    def end(self, name: Name, rank: int) -> float:
+        """Return when a rank has waited for a message; infinity where it is not on its way yet."""
+        of_sender = name[0].op == "send" and rank == name[0].ranks[0]
+        return (self.sent if of_sender else self.arrivals).get(name, math.inf)
 
     def cost(self, message: Message) -> Cost:
         return self.costs.get(message, Cost())
@@ -199,12 +209,11 @@ def _names(course: Course) -> list[Name]:
 
 def _steps(rank: int, course: Course, names: Sequence[Name], links: _Links) -> Iterator[float | Name]:
     """Yield what a rank does, one after the other: seconds that it computes, and messages that it waits for."""
-    started, seen = 0, set[int]()
-    starts = [number not in seen and not seen.add(number) for number in course.events]
+    started, waits = 0, [i for i, number in enumerate(course.events) if number in course.events[:i]]
     for i, (number, seconds) in enumerate(zip(course.events, course.seconds, strict=False)):
         yield seconds
         if number == started:
-            until = next((j for j in range(i + 1, len(starts)) if not starts[j]), len(starts))
+            until = next((wait for wait in waits if wait > i), len(course.events))
             links.start(names[number], rank, sum(course.seconds[i + 1 : until + 1]))
             started += 1
         else:

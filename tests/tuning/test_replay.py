@@ -85,6 +85,13 @@ def test_messages_follow_each_other_on_a_link_and_pass_each_other_on_its_two_way
     assert replay(here, {HAND[0]: Cost(2.0), back: Cost(2.0)}) == pytest.approx(2.0)
 
 
+def test_who_sends_is_done_once_a_message_is_in_the_buffers_of_a_line():
+    """The other has it after 2 s."""
+    sender, receiver = (Course((HAND[0],), (0, 0), (0.0, 0.0, after)) for after in (1.5, 0.0))
+    for buffered, seconds in ((0.0, 3.5), (0.5, 3.0), (9.0, 2.0)):
+        assert replay([sender, receiver], {HAND[0]: Cost(0.1, line=2.0, buffered=buffered)}) == pytest.approx(seconds)
+
+
 def test_a_small_message_leaves_a_line_what_it_has_saved():
     small = Message("all_gather", "dp", 64, (0, 1))
     courses = [Course((small, SUM), (0, 0, 1, 1), (1.0, 0.0, 0.0, 0.0, 0.0))] * 2
