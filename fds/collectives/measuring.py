@@ -104,10 +104,10 @@ def time_line(axis: Axis, pair: tuple[int, ...], seconds: float) -> Rate:
             for _ in range(4):
                 send()
                 arrivals.append(time.perf_counter() - begin)
-        every = axis.exchange(arrivals)
-        rate = min(rate_of(times, num_bytes) for times in (every if not pair else [every[pair[1]]]))
+        times_of = axis.exchange(arrivals)
+        rate = min(rate_of(times, num_bytes) for times in (times_of if not pair else [times_of[pair[1]]]))
         if pair:
-            ahead = max(there - here for here, there in zip(every[pair[0]], every[pair[1]], strict=True))
+            ahead = max(there - here for here, there in zip(times_of[pair[0]], times_of[pair[1]], strict=True))
             rate = rate._replace(buffered=max(0.0, ahead))
         rates.append(rate)
     return Rate(*(statistics.median(values) for values in zip(*rates, strict=True)))

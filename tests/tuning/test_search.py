@@ -73,10 +73,10 @@ def test_a_journal_takes_the_place_of_trials(journal, monkeypatch):
 
 
 def test_what_is_told_of_a_candidate_last_counts(journal, monkeypatch, tmp_path):
-    told = [[1.0, 9.0], [2.0, 9.0], [3.0, 0.1], [1.0, 0.5], "refused later"]  # of a third there is nothing later
+    answers = [[1.0, 9.0], [2.0, 9.0], [3.0, 0.1], [1.0, 0.5], "refused later"]  # of a third there is nothing later
     space = Space(recipe, {"dp": 2}, {"kind": ["whole", "sharded", "less"]})
     weighed = {"num_bytes": 1, "is_whole": True, "unknown": ""}
-    ends = {"weigh": Ended(((weighed,) * 3,), "done"), "rehearse": Ended((tuple(told),), "done")}
+    ends = {"weigh": Ended(((weighed,) * 3,), "done"), "rehearse": Ended((tuple(answers),), "done")}
     monkeypatch.setattr(Here, "run", lambda self, work, *_, **__: ends[work.__name__])
     options = {"space": space, "budget": Budget(seconds=1e-9), "show": None}
     report = fds.tune(layers(), layers().init, batch(), **options)
