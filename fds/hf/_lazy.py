@@ -81,6 +81,8 @@ def lazy(
     if dtype is not None and not (is_a(dtype, torch.dtype) and dtype.is_floating_point and dtype in DTYPES.values()):
         want = "torch.float32, another floating-point dtype, or None"
         raise ComposeError("weights are of no such dtype", where="dtype", got=repr(dtype)[:60], want=want)
+    if not is_a(strict, bool):
+        raise ComposeError("strict is a boolean", where="strict", got=repr(strict)[:60], want="True or False")
     config = configuration(transformers, folder) if config is None else config
     opened = files_of(folder)
     build = _builder(transformers, folder, cls, config, dtype or _dtype_of(config, opened))

@@ -21,7 +21,7 @@ from fds.hf._names import package
 from fds.state import State
 from fds.step import Step
 from fds.storage.disk.files import check_path, refusal
-from fds.storage.exporting import check_options, export_state
+from fds.storage.exporting import check_numbers, check_options, export_state
 from fds.storage.ranks.exchange import Ranks
 
 COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # of tokenizers, processors and generation
@@ -58,7 +58,7 @@ def save(
     unchanged. Raises `ComposeError` without transformers, `RankError` if a rank is lost.
     """
     transformers, ranks = package(), Ranks.of(step, "hf.save")
-    with ranks.together():
+    with ranks.together() as exchange:
         check_options(dtype, max_shard_bytes)
         to = check_path(out, "out")
         if not is_a(state, State):
@@ -73,13 +73,8 @@ def save(
                 "a step that adds none",
                 "fds.adapters.save(out, step, state); merged, fds.bake(step, state).module.save_pretrained(out)",
             )
-        if step.encodings and not view:
-            raise refusal(
-                "parameters are held in another form, which transformers does not read",
-                "hf.save",
-                ", ".join(map(str, step.composition)),
-                "view=True, which writes numbers",
-            )
+        if not view:
+            check_numbers(step, "hf.save", "view=True, which writes numbers")
         module = source.module if isinstance(source, LazyModel) else None
         folder = source.path if isinstance(source, LazyModel) else check_path(source, "source")
         config = copy.deepcopy(configuration(transformers, folder) if module is None else module.config)
@@ -90,6 +85,13 @@ def save(
             saved = module.state_dict().keys()
             constants = {n: b for n, b in module.named_buffers() if n in saved}  # which the loss has captured
             state = attrs.evolve(state, buffers={**constants, **state.buffers})
+        exchange.mine = [*step.held_by(state)[0].leaves]
+    with ranks.together():
+        names = {name for names in exchange.all for name in names}
+        if isinstance(source, LazyModel) and (odd := sorted(names ^ source.names.keys())):
+            got = "a parameter that the model has not" if odd[0] in names else "nothing"
+            want = f"the parameters of {type(module).__name__}, under its names"
+            raise refusal("the state is of another model than the source", f"hf.save: {odd[0]}", got, want)
     write = lambda hidden: _write_beside(hidden, folder, config)
     return export_state(state, to, dtype, step, "params", max_shard_bytes, view=view, doing="hf.save", beside=write)
 

@@ -105,6 +105,13 @@ def check_options(dtype: Any, max_shard_bytes: Any) -> None:
         raise refusal("not a size of a file", where, repr(max_shard_bytes)[:40], "a number of bytes, 1 or more")
 
 
+def check_numbers(step: Step, doing: str, instead: str) -> None:
+    """Raise `StorageError` for a step whose parameters are held in another form than numbers."""
+    if step.encodings:
+        got = ", ".join(map(str, step.composition))
+        raise refusal("parameters are held in codes, which no other program reads", doing, got, instead)
+
+
 def export_state(
     state: State,
     path: Path,

@@ -21,7 +21,7 @@ from fds.state import State
 from fds.step import Step
 from fds.storage.disk.files import check_path, hold_alone, refusal, sync
 from fds.storage.disk.placing import write_errors
-from fds.storage.exporting import check_options
+from fds.storage.exporting import check_numbers, check_options
 from fds.storage.format.tensors import check_writable
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import parts_of, split_version
@@ -68,6 +68,10 @@ def export_dcp(
     with ranks.together() as exchange:
         to = check_path(path, "path")
         check_options(dtype, 1)
+        if not is_a(state, State):
+            got, want = type(state).__name__, "what step.init or a step returns"
+            raise refusal("export_dcp takes a state", "state", got, want)
+        check_numbers(step, "export_dcp", "fds.export_weights(state, path, step=step, view=True)")
         texts = isinstance(model, str) and (optimizer is None or (isinstance(optimizer, str) and optimizer != model))
         if not (texts and isinstance(flat, bool)):
             got, want = f"{model=}, {optimizer=}, {flat=}"[:120], 'two keys, such as "model" and "optim"'

@@ -119,7 +119,8 @@ def import_dcp(
             None finds them.
         optimizer: the same of the optimizer's state.
         without_optimizer: leave the optimizer's state and counts as `step.init` makes them.
-        strict: as of `import_weights`. Buffers may be missing, and may be there that the step lacks.
+        strict: as of `import_weights`. Buffers may be missing; those that the step lacks are left out, where an
+            optimizer in the checkpoint tells them from parameters.
         key: the seed from here on.
         rename: from names in the checkpoint to those of the step: a function, or a mapping of those that differ. They
             are without `_orig_mod` of torch.compile and the wrappers of activation checkpointing; without `rename` a
@@ -167,6 +168,9 @@ def _import(
 ) -> tuple[State, dict[str, Any]]:
     ranks = Ranks.of(step, doing)
     with ranks.together():
+        if not (rename is None or is_a(rename, Mapping) or callable(rename)):
+            want = "a function from old to new name, or a mapping of those that differ"
+            raise refusal(f"{doing} takes new names", "rename", repr(rename)[:80], want)
         source = open_()
         source = source if rename is None else foreign.renamed(source, rename)
     return fill(source, step, params, options, ranks, key), source.extra

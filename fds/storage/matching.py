@@ -96,7 +96,7 @@ def match(
         if source.aliases.get(n, n) not in taken and not options.may_have(n) and split_version(n)[0] not in want
     ]
     if options.strict:
-        _check_matched(source, want, mismatched, missing, unexpected)
+        _check_matched(source, want, mismatched, missing, unexpected, is_foreign=options.foreign)
         if options.foreign and not options.params_only:
             _warn_of_slots(source, {name: leaf for name, leaf in want.items() if options.read(name)}, names)
     elif mismatched or missing or unexpected:
@@ -156,7 +156,13 @@ def _source_name(
 
 
 def _check_matched(
-    source: Source, want: Mapping[str, SavedLeaf], differ: list[str], lacking: list[str], beyond: list[str]
+    source: Source,
+    want: Mapping[str, SavedLeaf],
+    differ: list[str],
+    lacking: list[str],
+    beyond: list[str],
+    *,
+    is_foreign: bool,
 ) -> None:
     have = source.leaves
     odd = sorted([*differ, *lacking, *beyond], key=lambda name: _kind(name) != "params")
@@ -171,6 +177,8 @@ def _check_matched(
         hints.append(did_you_mean(name, beyond))
     if len(odd) > 1:
         hints.append(f"{len(odd)} leaves differ in all")
+    if is_foreign and not _is_slot(name):
+        hints.append("strict=False initialises parameters that the save lacks, and ignores those that the step lacks")
     if _is_slot(name) and name not in differ:
         ways = {"init": "initialises what the save lacks", "drop": "ignores what the step lacks"}
         needed = [way for way, leaves in zip(ways, (lacking, beyond), strict=True) if any(map(_is_slot, leaves))]

@@ -292,6 +292,7 @@ def test_tied_tensors_that_differ_are_refused_and_equal_ones_are_one(folder, tmp
         ({"config": {}}, ComposeError),
         ({"dtype": torch.int8}, ComposeError),
         ({"dtype": "float32"}, ComposeError),
+        ({"strict": "no"}, ComposeError),
     ],
     ids=str,
 )
@@ -316,6 +317,9 @@ def test_bad_folders_and_models_are_refused(llama, tmp_path):
     bad = model.params
     with pytest.raises(FdsError):
         fds.hf.save(bad, step, tmp_path / "out", source=model)
+    other = fds.compose(fds.sgd(0.1))(lambda params, batch: params["lm_head.weight"].sum())
+    with pytest.raises(StorageError, match="another model than the source"):
+        fds.hf.save(other.init({"lm_head.weight": torch.ones(2)}), other, tmp_path / "out", source=model)
     eight = plain(fds.freeze("*mlp*"), fds.quantize_frozen())
     held = fds.hf.init(eight, model)
     with pytest.raises(StorageError, match="view=True"):

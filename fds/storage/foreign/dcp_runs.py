@@ -17,7 +17,17 @@ import torch
 from fds.errors import StorageError
 from fds.storage.disk.files import refusal
 from fds.storage.foreign.dcp_files import Item, Keys, SavedTensor, open_folder, read_box, read_value
-from fds.storage.foreign.dcp_state import DDP, GROUPS, STATE, OptimizerState, below, plain, unwrapped
+from fds.storage.foreign.dcp_state import (
+    DDP,
+    GROUPS,
+    STATE,
+    OptimizerState,
+    below,
+    in_model,
+    plain,
+    trained_keys,
+    unwrapped,
+)
 from fds.storage.foreign.foreign_leaf import ForeignLeaf, number, source_of
 from fds.storage.format import boxes
 from fds.storage.format.manifest import SavedLeaf, check_extra
@@ -69,6 +79,8 @@ def dcp(
     names = _without_wrappers(named, is_param, where)
     shapes = {name: x.shape for name, x in named.items() if is_param is None or is_param(names[name])}
     slots, owners, lost = state.by_parameter(shapes, {name: x.shape for name, x in named.items()}, names, where)
+    keys = [] if root is None else trained_keys([*tensors, *values], root, state.groups)
+    owners |= {name for name in in_model(keys, names).values() if name is not None}
     is_known = is_param is not None and owners
     kept: dict[str, ForeignLeaf] = {}
     for name, x in named.items():
@@ -119,7 +131,7 @@ def _optimizer_root(paths: Collection[Keys], asked: str | None, where: str) -> K
     """Return where the optimizer is in the state dict; None where there is none."""
     heads = {word: {path[:i] for path in paths for i, key in enumerate(path) if key.partition(".")[0] == word}
              for word in (STATE, GROUPS)}  # fmt: skip
-    roots = sorted(heads[STATE] & heads[GROUPS])
+    roots = sorted(heads[STATE] & heads[GROUPS] or heads[GROUPS])  # of SGD without momentum there is no state
     roots = [root for root in roots if not any(other != root and root[: len(other)] == other for other in roots)]
     if asked is not None:
         if (root := _keys(asked)) in roots:

@@ -5,7 +5,7 @@ It is nested, `state -> <name> -> exp_avg`, with the parameter's name or its num
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -103,9 +103,7 @@ class OptimizerState:
     def _owners(self, params: Mapping[str, tuple[int, ...]], bare: Mapping[str, str]) -> dict[str, str | None] | None:
         """Return the name of each parameter; None where numbers do not tell."""
         if not all(key.isdigit() for key in self.slots_of):
-            by_bare = {new: name for name, new in bare.items()}
-            new = {key: unwrapped(key) for key in self.slots_of}
-            return {key: by_bare.get(x, by_bare.get(x.removeprefix(DDP))) for key, x in new.items()}
+            return in_model(self.slots_of, bare)
         if not self.slots_of:
             return {}
         numbers = [str(i) for group in self.groups for i in group.get("params", ())]
@@ -113,6 +111,19 @@ class OptimizerState:
         blanks = {name: torch.empty(shape, device="meta") for name, shape in params.items()}
         names = find_names(self.groups, [None if x is None else x.shape for x in have], blanks, None)
         return None if names is None or {*numbers} < {*self.slots_of} else dict(zip(numbers, names, strict=True))
+
+
+def in_model(keys: Iterable[str], bare: Mapping[str, str]) -> dict[str, str | None]:
+    """Return by an optimizer's name of a parameter the model's, None where it has none; `bare`: without wrappers."""
+    by_bare = {new: name for name, new in bare.items()}
+    new = {key: unwrapped(key) for key in keys}
+    return {key: by_bare.get(x, by_bare.get(x.removeprefix(DDP))) for key, x in new.items()}
+
+
+def trained_keys(paths: Iterable[Keys], root: Keys, groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return an optimizer's names of the parameters that it trains: those that have state, and those in its groups."""
+    places = (_place(path[len(root) :], STATE) for path in paths if below(path, root))
+    return [*(place[0] for place in places if place), *(str(key) for x in groups for key in x.get("params", ()))]
 
 
 def unwrapped(name: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import fds
 from fds.errors import StorageError
@@ -204,8 +205,9 @@ def test_counts_and_names_that_do_not_fit_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"path": 3}, {"path": []}, {"model": 3}, {"optimizer": b"x"}, {"without_optimizer": 1}, {"strict": "no"}],
-)
+    [{"path": 3}, {"path": []}, {"model": 3}, {"optimizer": b"x"}, {"without_optimizer": 1}, {"strict": "no"},
+     {"rename": 3}],
+)  # fmt: skip
 def test_arguments_of_an_import(saved, arguments):
     path = arguments.pop("path", saved)
     with pytest.raises(StorageError):
@@ -223,6 +225,35 @@ def test_arguments_of_an_export(tmp_path, arguments):
     with pytest.raises(StorageError):
         fds.export_dcp(step.init(PARAMS), step, path, **arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_state_or_is_held_in_codes_is_not_exported(tmp_path):
+    with pytest.raises(StorageError, match="takes a state"):
+        fds.export_dcp(None, made(), tmp_path / "out")
+    params = {"w": torch.ones(4, 64), "b": torch.zeros(4)}
+    step = fds.compose(fds.freeze("w"), fds.quantize_frozen(bits=8), fds.sgd(0.1))(lambda p, x: p["b"].sum())
+    state = step.init(params)
+    with pytest.raises(StorageError, match="held in codes"):
+        fds.export_dcp(state, step, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("optimizer", "without"), [("adamw", False), ("adamw", True), ("sgd", False)])
+def test_an_optimizer_tells_buffers_that_the_step_lacks_from_parameters(tmp_path, optimizer, without):
+    """Also where its state is not wanted, or where it has none."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    theirs = torch.optim.AdamW(module.parameters()) if optimizer == "adamw" else torch.optim.SGD(module.parameters())
+    module(torch.randn(4, 3)).square().sum().backward()
+    theirs.step()
+    saved = dict(zip(("model", "optim"), get_state_dict(module, theirs), strict=True))
+    dcp.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
+    apply, params, _ = fds.functional(module)  # has the buffers as constants
+    step = fds.compose(getattr(fds, optimizer)(0.1))(lambda p, x: apply(p, x).square().sum())
+    blank = {name: torch.zeros_like(x) for name, x in params.items()}
+    state, extra = fds.import_dcp(tmp_path / "saved", step, blank, without_optimizer=without)
+    assert_same_bits(state.params, {name: x.detach() for name, x in module.named_parameters()})
+    assert ("param_groups" in extra) != without
 
 
 def test_nothing_is_left_of_an_export_that_fails(tmp_path, monkeypatch):
