@@ -55,7 +55,7 @@ def check(dir: Path, at_least: int, at_most: int, width: int = 3) -> int:
     return calls
 
 
-def at_every_request(dir: Path, tag: str | None, keep: int | None = None) -> None:
+def at_requests(dir: Path, tag: str | None, stride: int, keep: int | None = None) -> None:
     found, n = [], 0
     while True:
         shutil.rmtree(dir, ignore_errors=True)
@@ -74,9 +74,9 @@ def at_every_request(dir: Path, tag: str | None, keep: int | None = None) -> Non
         check(dir, 3, 3)
         assert not (dir / ".saving").exists()
         assert keep is None or len(tags(dir)) == keep, tags(dir)
-        n += 1
+        n += stride
     assert {1, 2} == set(found), found
-    print(f"every request, tag {tag}, keep {keep}: {n} kills, last saves {found}", flush=True)
+    print(f"requests, tag {tag}, keep {keep}: {len(found)} kills, last saves {found}", flush=True)
 
 
 def at_random_instants(dir: Path, tag: Callable[[int], str | None], width: int, keep: int | None = None) -> None:
@@ -104,12 +104,12 @@ def at_random_instants(dir: Path, tag: Callable[[int], str | None], width: int, 
     print(f"random instants, width {width}: {ROUNDS} kills, last saves {found}", flush=True)
 
 
-def main(root: Path) -> None:
-    """Kill, in every scenario."""
+def main(root: Path, stride: int = 1) -> None:
+    """Kill, in every scenario, at every request, or at some."""
     with mock.patch.object(os, "fsync"):  # no power fails here, and fsync takes the time
-        at_every_request(root / "new", None)
-        at_every_request(root / "same", "best")
-        at_every_request(root / "kept", None, keep=1)
+        at_requests(root / "new", None, stride)
+        at_requests(root / "same", "best", stride)
+        at_requests(root / "kept", None, stride, keep=1)
     at_random_instants(root / "each", lambda calls: f"at{calls % 5}", 3)
     at_random_instants(root / "large", lambda calls: "best", 100_000)
     at_random_instants(root / "kept each", lambda calls: None, 3, keep=2)

@@ -5,7 +5,7 @@ import errno
 import pytest
 
 import fds
-from tests import ranks
+from tests import ranks, sweeps
 from tests.storage.campaign import __main__ as campaign, batches, errors, kills, steps
 
 
@@ -26,7 +26,7 @@ def test_a_run_with_its_state_on_a_disk_that_is_killed_at_any_instant_goes_on_as
 
 def test_every_request_that_fails_is_told_on_all_ranks_and_changes_nothing(tmp_path):
     """In the background; those of `save` are in test_interrupted.py, test_keep.py and test_failing_ranks.py."""
-    errors.fail(tmp_path, errors.Scenario(2, "save_async", anew=True, code=errno.EIO))
+    errors.fail(tmp_path, errors.Scenario(2, "save_async", anew=True, code=errno.EIO), sweeps.STRIDE)
 
 
 def test_a_write_that_comes_out_short_is_continued(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import fds
 from fds.errors import StorageError
 from fds.storage.disk import folders
-from tests import ranks
+from tests import ranks, sweeps
 from tests.storage import killing
 from tests.storage.faults import at_request
 from tests.storage.states import Template, num_calls, small_state
@@ -24,7 +24,7 @@ def found(dir):
 
 
 def test_killed_at_any_request_and_any_instant_the_last_complete_save_loads(tmp_path):
-    status, told = ranks.alone(killing.main, tmp_path)
+    status, told = ranks.alone(killing.main, tmp_path, sweeps.STRIDE)
     assert status == 0, told
     assert told.count(" kills, ") == 6
 
@@ -57,8 +57,8 @@ def test_an_error_at_any_request_is_a_storage_error_and_changes_nothing(tmp_path
                 break  # there was no such request
         fds.save(dir, small_state(3), STEP, tag)
         assert found(dir) == 3 and not (dir / ".saving").exists()
-        n += 1
-    assert refused >= 20
+        n += sweeps.STRIDE
+    assert refused >= 20 // sweeps.STRIDE
 
 
 def test_everything_is_flushed_before_it_is_named(tmp_path, monkeypatch):
