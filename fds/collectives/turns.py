@@ -103,12 +103,18 @@ def _is_same(a: tuple, b: tuple) -> bool:
     return (a[0], *a[2:]) == (b[0], *b[2:]) and np.array_equal(a[1], b[1])
 
 
+def _taken() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @attrs.define(eq=False)
 class Seat:
     """One rank's thread."""
 
     thread: threading.Thread
-    turn: threading.Semaphore = attrs.field(factory=lambda: threading.Semaphore(0))
+    turn: threading.Lock = attrs.field(factory=_taken)  # the rank takes it, and another one releases it
     ready: Callable[[], bool] | None = None  # whether it can go on; None if it does not wait
     waiting: Callable[[], str] | None = None  # a description of what it waits for
     ended: bool = False
