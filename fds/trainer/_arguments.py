@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fds.errors import ConfigError
 from fds.optim import Optimizer, adagrad, adamw, by_name, sgd
@@ -187,3 +187,12 @@ def check_json(config: Any, args: Any) -> None:
                 got="true",
                 want="fds.initialize(..., training_data=...), which draws them so",
             )
+
+
+@torch.no_grad()
+def round_trained(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round what is trained, in place, as DeepSpeed's engine does: its master weights are of a model in 16 bits."""
+    if dtype.itemsize == 2:
+        for p in model.parameters():
+            if p.requires_grad and p.is_floating_point():
+                p.copy_(p.to(dtype))

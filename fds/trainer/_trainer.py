@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fds.collectives import init_distributed, mesh as make_mesh, worlds
 from fds.config import TrainingConfig, training_arguments
+from fds.config.composition import compute_dtype
 from fds.config.initialize import initialize
 from fds.config.losses import loss_and_params
 from fds.config.reading import read
@@ -31,7 +32,15 @@ from fds.state import State
 from fds.step import Split, Step, Transform, compose, whole
 from fds.step.composition import Composition
 from fds.storage import load, save
-from fds.trainer._arguments import Rates, check_arguments, check_json, hidden_size_of, optimizer_of, rates_of
+from fds.trainer._arguments import (
+    Rates,
+    check_arguments,
+    check_json,
+    hidden_size_of,
+    optimizer_of,
+    rates_of,
+    round_trained,
+)
 from fds.trainer._stand_ins import Follower, Readers, StandIn, events_of, home
 from fds.transforms.clip import clip_by_global_norm
 from fds.transforms.freeze import freeze
@@ -196,6 +205,7 @@ class StepTrainer(Theirs):
         config = TrainingConfig.of(data)
         auto = training_arguments(self.args, hidden_size=hidden_size_of(self.model), num_training_steps=updates)
         check_json(config, self.args)
+        round_trained(self.model, compute_dtype(config.filled(auto)))
         kinds = (config.optimizer, config.scheduler)
         optimizes, schedules = (group is not None and group.type is not None for group in kinds)
         step, state, *_ = initialize(

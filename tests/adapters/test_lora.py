@@ -206,7 +206,12 @@ PLANS = {
 }  # fmt: skip
 
 
-KINDS = ["plain", "dropout", "two", "rounded", "dora"]
+class Own(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+KINDS = ["plain", "dropout", "two", "rounded", "dora", "own"]
 CASES = [*((plan, "plain") for plan in PLANS), *((plan, kind) for plan in ("uneven", "sequence") for kind in KINDS[1:])]
 
 
@@ -214,7 +219,8 @@ CASES = [*((plan, "plain") for plan in PLANS), *((plan, kind) for plan in ("unev
 def test_layers_on_a_tensor_axis_compute_what_one_rank_does(plan, kind):
     """Gradients and losses in float64: whatever divides the layers, however they are sent, with dropout of both."""
     torch.manual_seed(1)
-    inner = lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Dropout(0.2 * (kind == "dropout")), nn.Linear(12, 8))
+    kind_of = Own if kind == "own" else nn.Linear
+    inner = lambda: nn.Sequential(kind_of(8, 12), nn.GELU(), nn.Dropout(0.2 * (kind == "dropout")), kind_of(12, 8))
     linear = fds.Layers([inner().double(), inner().double(), nn.Linear(8, 4).double()], nn.functional.mse_loss)
     weights = "(0|1).0.weight" if kind == "dora" else "(0|1).*.weight"
     parts = [fds.lora(weights, rank=2, dropout=0.3 * (kind == "dropout"), dora=kind == "dora")]

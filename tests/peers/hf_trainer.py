@@ -20,6 +20,14 @@ from tests.peers.trainer import JSON, model, padded, rows, settings
 UPDATES = 30
 BATCHES = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
 BARE = {**BATCHES, "gradient_clipping": "auto"}
+
+
+def in_16_bits(key: str, stage: int) -> dict[str, Any]:
+    """Return a JSON in bfloat16 or float16."""
+    scale = {"initial_scale_power": 8} if key == "fp16" else {}
+    return {**BARE, key: {"enabled": "auto", **scale}, "zero_optimization": {"stage": stage}}
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> JSON, arguments
     **{f"stage {n}": ({**BARE, "zero_optimization": {"stage": n}}, {"weight_decay": 0.1}) for n in range(4)},
     "their optimizer": ({**JSON, "zero_optimization": {"stage": 2}}, {}),
@@ -27,11 +35,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> JSON, arg
         {**{key: JSON[key] for key in JSON if key != "scheduler"}, "zero_optimization": {"stage": 1}},
         {"lr_scheduler_type": "cosine"},
     ),
-    "bf16": ({**BARE, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}, {"bf16": True}),
-    "fp16": (
-        {**BARE, "fp16": {"enabled": "auto", "initial_scale_power": 8}, "zero_optimization": {"stage": 2}},
-        {"fp16": True},
-    ),
+    "bf16": (in_16_bits("bf16", 2), {"bf16": True}),
+    "fp16": (in_16_bits("fp16", 2), {"fp16": True}),
+    # without the clip, by which the two divide in another order
+    "bf16, stage 1": (in_16_bits("bf16", 1), {"bf16": True, "max_grad_norm": 0.0}),
+    "bf16, stage 3": (in_16_bits("bf16", 3), {"bf16": True, "max_grad_norm": 0.0, "weight_decay": 0.1}),
+    "fp16, stage 2": (in_16_bits("fp16", 2), {"fp16": True, "max_grad_norm": 0.0}),
+    "fp16, stage 3": (in_16_bits("fp16", 3), {"fp16": True, "max_grad_norm": 0.0}),
 }
 
 

@@ -303,12 +303,13 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_json_trains_what_their_trainer_trains_over_deepspeed_on_two_ranks(name, runs):
-    # in 16 bits a weight that differs in its last bit of 32 is rounded to a neighbour now and then
+    # clipped in 16 bits, a weight that differs in its last bit of 32 is rounded to a neighbour now and then
     rtol = {"bf16": torch.finfo(torch.bfloat16).eps, "fp16": torch.finfo(torch.float16).eps}.get(name, 1e-5)
     ours, other = runs["fds"][name], runs["deepspeed"][name]
     torch.testing.assert_close(ours["rate"], other["rate"], rtol=1e-12, atol=0.0)
     torch.testing.assert_close(ours["loss"], other["loss"], rtol=rtol, atol=0.0)
     pairs = [pair for pair in zip(ours["norm"], other["norm"], strict=True) if pair[1] is not None]  # none at stage 0
     torch.testing.assert_close([a for a, _ in pairs], [b for _, b in pairs], rtol=rtol, atol=0.0)
-    torch.testing.assert_close(ours["loss"][:2], other["loss"][:2], rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(ours["loss"][:3], other["loss"][:3], rtol=1e-7, atol=0.0)
+    assert "16, stage" not in name or ours["loss"] == other["loss"]  # to the bit, from the first update to the last
     assert len(ours["loss"]) == UPDATES and ours["loss"][-1] < ours["loss"][0] - 0.5

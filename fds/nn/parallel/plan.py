@@ -81,12 +81,16 @@ class Column(Part):
 
     def dims(self, module: nn.Module, path: str) -> Dims:
         """Divide the outputs."""
-        if type(module) is nn.Embedding:
-            return {"weight": (1, lengths(self.parts, module.embedding_dim, path))}
-        dim = _dim_of_outputs(module, path, "column")
+        if type(module) is not nn.Embedding:
+            _check_linear(module, path, "column")
+        dim, parts = self._cut(module, path)
+        return {"weight": (dim, parts)} | ({} if getattr(module, "bias", None) is None else {"bias": (0, parts)})
+
+    def _cut(self, module: nn.Module, path: str = "") -> tuple[int, tuple[int, ...]]:
+        """Return the dim of the weight along which outputs lie, and the lengths of their parts."""
+        dim = 1 if isinstance(module, nn.Embedding) else _dim_of_outputs(module)
         weight: Any = module.weight
-        parts = lengths(module.parts if isinstance(module, ColumnLinear) else self.parts, weight.shape[dim], path)
-        return {"weight": (dim, parts)} | ({} if module.bias is None else {"bias": (0, parts)})
+        return dim, lengths(module.parts if isinstance(module, ColumnLinear) else self.parts, weight.shape[dim], path)
 
     def check(self, module: nn.Module, path: str, size: int) -> None:
         """Raise `ComposeError` where the ranks do not divide what stays together."""
@@ -101,7 +105,7 @@ class Column(Part):
 
     def convert(self, module: nn.Module, region: Region, *, run: str | None) -> None:
         """Make the copy a column."""
-        cut = self.dims(module, "")["weight"][1]
+        _, cut = self._cut(module)  # what it computes was tried before: a copy has places beside, of adapters
         gather = self.gather or (isinstance(module, ColumnLinear) and module.gather)
         kind = ColumnConv1D if _is_conv1d(module) else ColumnLinear
         _become(module, ColumnEmbedding if isinstance(module, nn.Embedding) else kind)
@@ -119,13 +123,18 @@ class Row(Part):
 
     def dims(self, module: nn.Module, path: str) -> Dims:
         """Divide the inputs."""
-        dim = 1 - _dim_of_outputs(module, path, "row")
+        _check_linear(module, path, "row")
+        return {"weight": self._cut(module, path)}
+
+    def _cut(self, module: nn.Module, path: str = "") -> tuple[int, tuple[int, ...]]:
+        """Return the dim of the weight along which inputs lie, and the lengths of their parts."""
+        dim = 1 - _dim_of_outputs(module)
         weight: Any = module.weight
-        return {"weight": (dim, lengths(self.parts, weight.shape[dim], path))}
+        return dim, lengths(self.parts, weight.shape[dim], path)
 
     def convert(self, module: nn.Module, region: Region, *, run: str | None) -> None:
         """Make the copy a row."""
-        cut = self.dims(module, "")["weight"][1]
+        _, cut = self._cut(module)
         _become(module, RowConv1D if _is_conv1d(module) else RowLinear)
         _join(module, region, run=run, cut=cut)
 
@@ -387,13 +396,15 @@ def _check_parts(name: str, parts: Any) -> None:
         )
 
 
-def _dim_of_outputs(module: nn.Module, path: str, name: str) -> int:
+def _dim_of_outputs(module: nn.Module) -> int:
     """Return the dim of a linear layer's weight along which its outputs lie."""
-    if type(module) in (ColumnLinear, RowLinear) or is_product(module):
-        return 0
-    if _is_conv1d(module):
-        return 1
-    raise _unfit(module, path, name, "an nn.Linear, what computes the same, or the Conv1D of transformers")
+    return 1 if _is_conv1d(module) else 0
+
+
+def _check_linear(module: nn.Module, path: str, name: str) -> None:
+    """Raise `ComposeError` for what is no linear layer."""
+    if not (type(module) in (ColumnLinear, RowLinear) or is_product(module) or _is_conv1d(module)):
+        raise _unfit(module, path, name, "an nn.Linear, what computes the same, or the Conv1D of transformers")
 
 
 def _unfit(module: nn.Module, path: str, name: str, want: str) -> ComposeError:
