@@ -165,6 +165,11 @@ ROWWISE = {
     "batch norm": lambda x: F.batch_norm(x, torch.zeros(44), torch.linspace(1, 2, 44), torch.ones(44), torch.ones(44)),
     "a recurrence": lambda x: GRU(x.view(len(x), 4, 11))[0],
     "the largest of windows": lambda x: F.max_pool1d(x[:, None].exp(), 3),
+    "a gate": lambda x: F.hardswish(F.glu(x, 1)) + F.logsigmoid(F.glu(x.view(len(x), 2, -1), 1))[:, 0],
+    "products": lambda x: x.cumprod(1),
+    "means of windows": lambda x: F.avg_pool1d(x[:, None], 5, 3) + F.adaptive_avg_pool1d(x[:, None], 14),
+    "of images": lambda x: F.adaptive_max_pool2d(x.view(-1, 2, 2, 11), 2).flatten(1),
+    "instance norm": lambda x: F.instance_norm(x.view(len(x), 4, -1), weight=torch.arange(4.0), bias=torch.ones(4)),
     "vectors": lambda x: x @ torch.linspace(-1, 1, x.shape[1]),
 }
 
@@ -195,6 +200,7 @@ def test_where_tiles_are_not_alike_elements_are_multiplied_one_by_one(k, monkeyp
 BAD = {
     "an operator of which nothing is known": (lambda x: torch.linalg.inv(x.T @ x), "nothing is known"),
     "batch norm in training": (lambda x: F.batch_norm(x, None, None, training=True), "by all others"),
+    "running statistics": (lambda x: nn.InstanceNorm1d(2, track_running_stats=True)(x.view(2, 2, 4)), "instance norm"),
     "a norm of another order": (lambda x: x.norm(3), "no such norm"),
 }
 

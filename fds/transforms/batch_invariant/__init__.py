@@ -54,7 +54,8 @@ def batch_invariant():
     moves its sums. Draws of dropout are those of places in a batch.
 
     Raises `LossError` for an operator of which nothing is known, such as fused layers of torch's fast path, and for
-    batch norm in training; `ComposeError` together with `compile(whole=True)`.
+    batch norm in training, and instance norm that tracks statistics; `ComposeError` together with
+    `compile(whole=True)`.
     """
 
     def apply(step: Step) -> Step:

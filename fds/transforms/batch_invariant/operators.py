@@ -25,7 +25,7 @@ _EXACT = """abs bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_
     threshold trunc where"""
 # What moves, chooses, counts or draws, makes one number of all rows, or computes each row of its last dim by itself.
 _ROWWISE = """_local_scalar_dense _to_copy _unsafe_index _unsafe_view all amax amin aminmax any arange argmax argmin
-    argsort as_strided bernoulli bucketize cat clone constant_pad_nd copy cummax cummin cumsum detach embedding
+    argsort as_strided bernoulli bucketize cat clone constant_pad_nd copy cummax cummin cumprod cumsum detach embedding
     empty empty_like empty_strided equal expand eye fill flip full full_like gather im2col index index_copy
     index_fill index_put index_select isin lift lift_fresh linspace masked_scatter masked_select max
     max_pool2d_with_indices median min mse_loss native_dropout native_layer_norm new_empty new_empty_strided
@@ -33,6 +33,8 @@ _ROWWISE = """_local_scalar_dense _to_copy _unsafe_index _unsafe_view all amax a
     rand_like randint randn randn_like repeat repeat_interleave resize roll rot90 scalar_tensor scatter searchsorted
     select_scatter slice_scatter smooth_l1_loss sort split split_with_sizes squeeze stack swapaxes t topk transpose
     tril triu unbind uniform unsafe_split unsafe_split_with_sizes unsqueeze zero zeros zeros_like"""
+_POOLS = ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d", "avg_pool2d",
+    "avg_pool3d", "max_pool3d_with_indices")  # fmt: skip
 PLAIN = frozenset([*_EXACT.split(), *_ROWWISE.split()])
 
 
@@ -148,6 +150,29 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> 
     return torch.cat([aten.convolution(x[i : i + 1].contiguous(), weight, bias, *rest) for i in range(len(x))])
 
 
+def _pool(function: Any) -> Callable[..., Any]:
+    """Return the rule of windows, of which torch goes through those of one row after another, laid out as a row is."""
+
+    def rule(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(x.contiguous(), *args, **kwargs)
+
+    return rule
+
+
+def _hardswish(x: Tensor) -> Tensor:
+    return _in_blocks(aten.hardswish, [x], {})
+
+
+def _glu(x: Tensor, dim: int = -1) -> Tensor:
+    a, gate = _wide(x).chunk(2, dim)
+    return (a * _in_blocks(aten.sigmoid, [gate], {})).to(x.dtype)
+
+
+def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    e = _in_blocks(aten.exp, [-x.abs()], {})  # as torch's kernel keeps it for backward
+    return x.clamp(max=0) - _in_blocks(aten.log1p, [e], {}), e
+
+
 # --- Sums
 
 
@@ -238,12 +263,18 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if training and mean is None and len(x) == 1:  # instance norm, whose rows are channels here; or one row alone
+        rows = _wide(x).reshape(1, x.shape[1], -1)
+        var, mean = _var_mean(rows, 2, correction=0)
+        rstd = (var + eps).rsqrt()
+        y = _affine((rows - mean[..., None]) * rstd[..., None], weight, bias)
+        return y.reshape(x.shape).to(x.dtype), mean[0], rstd[0]
     if training or mean is None or var is None:
         raise LossError(
-            "batch_invariant: batch norm in training computes a row by all others",
+            "batch_invariant: batch norm in training, and tracked instance norm, computes a row by all others",
             where="aten.native_batch_norm",
             got="statistics of the batch",
-            want="an evaluation, or layer, group or RMS norm",
+            want="an evaluation, or layer, group, RMS or instance norm, this without track_running_stats",
         )
     rows = _wide(x).reshape(x.shape[0], x.shape[1], -1)
     rows = (rows - mean[:, None]) * (var + eps).rsqrt()[:, None]
@@ -325,6 +356,10 @@ RULES: dict[str, Callable[..., Any]] = {
     "mv": _mv,
     "dot": _dot,
     "convolution": _convolution,
+    **{name: _pool(getattr(aten, name)) for name in _POOLS},
+    "glu": _glu,
+    "hardswish": _hardswish,
+    "log_sigmoid_forward": _log_sigmoid,
     "sum": _sum,
     "mean": _mean,
     "var": _var,
