@@ -222,7 +222,7 @@ def test_layers_on_a_tensor_axis_compute_what_one_rank_does(plan, kind):
     kind_of = Own if kind == "own" else nn.Linear
     inner = lambda: nn.Sequential(kind_of(8, 12), nn.GELU(), nn.Dropout(0.2 * (kind == "dropout")), kind_of(12, 8))
     linear = fds.Layers([inner().double(), inner().double(), nn.Linear(8, 4).double()], nn.functional.mse_loss)
-    weights = "(0|1).0.weight" if kind == "dora" else "(0|1).*.weight"
+    weights = "(0|1).*.weight"
     parts = [fds.lora(weights, rank=2, dropout=0.3 * (kind == "dropout"), dora=kind == "dora")]
     if kind == "two":
         parts += [fds.lora(weights, rank=3, alpha=5, name="second")]
@@ -248,15 +248,30 @@ def test_layers_on_a_tensor_axis_compute_what_one_rank_does(plan, kind):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
-def test_dora_on_a_tensor_axis_has_whole_rows():
+def test_dora_on_a_tensor_axis_has_whole_rows_or_adds_up_their_squares():
     for form in FORMS:
         kind = {"form": form, "dora": True, "rank": 2}
-        _, _, want = trained(fds.lora("*.0.weight", **kind))
-        run = lambda pattern, kind=kind: trained(fds.lora(pattern, **kind), tensor())[2]
-        for losses in fds.simulate(lambda run=run: run("*.0.weight"), 2):
-            close(losses, want)
-        with pytest.raises(ComposeError, match="length of a row"):
-            fds.simulate(lambda run=run: run("*.2.weight"), 2)
+        for pattern in ("*.0.weight", "*.2.weight"):
+            run = lambda pattern=pattern, kind=kind: trained(fds.lora(pattern, **kind), tensor())[2]
+            if form == "view" and pattern == "*.2.weight":
+                with pytest.raises(ComposeError, match="length of a row"):
+                    fds.simulate(run, 2)
+                continue
+            _, _, want = trained(fds.lora(pattern, **kind))
+            for losses in fds.simulate(run, 2):
+                close(losses, want)
+
+
+def test_a_row_of_zeros_has_the_length_of_its_factors():
+    """In layers as in views: nothing is added to the square of a weight's row of zeros."""
+    x, weight = torch.linspace(-1, 1, 20).view(5, 4), torch.linspace(0, 1, 12).view(3, 4)
+    linear, outputs = fds.Layers([nn.Linear(4, 3, bias=False)], nn.functional.mse_loss), []
+    for form in FORMS:
+        step = fds.compose(fds.lora("*", rank=2, dora=True, form=form), fds.sgd(0.1))(linear)
+        params = step.init({"0.weight": weight * torch.tensor([[1.0], [0.0], [1.0]])}).params
+        state = step.init({name: x + 0.3 if "lora" in name else x for name, x in params.items()})
+        outputs.append(step.evaluate(state, (x, x[:, :3]), outputs=True)["outputs"])
+    torch.testing.assert_close(*outputs)
 
 
 def test_a_run_goes_on_at_another_stage(tmp_path):

@@ -74,8 +74,8 @@ def lora(
 
     It stands before `tensor_parallel` and `pipeline`, which divide what it adds. Raises `ComposeError` for anything
     else, for layers that are not linear, for "layer" with `dora` after another adapter of the same weight, and for
-    `dora` of layers that a tensor axis divides by their inputs; `StateError` at init for a pattern that chooses no
-    weight, and for parameters that are no dict by name.
+    views with `dora` of layers that a tensor axis divides by their inputs; `StateError` at init for a pattern that
+    chooses no weight, and for parameters that are no dict by name.
     """
     if not patterns or not all(is_a(p, str) and p for p in patterns):
         raise ComposeError("lora takes patterns of names of weights", got=repr(patterns)[:80], want='"*.q_proj.weight"')

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fds import loss as losses, random
+from fds.collectives import Axis
+from fds.collectives.functional import sum_out
 from fds.compression.activations import is_linear
 from fds.errors import ComposeError, LossError
 from fds.layout import Leaf
@@ -18,7 +20,7 @@ from fds.loss import Root, Submodules
 from fds.nn.parallel import tokens
 from fds.nn.parallel.linear import RowConv1D, RowLinear
 from fds.step import Call
-from fds.transforms.lora.low_rank import PARTS, LowRank, length
+from fds.transforms.lora.low_rank import PARTS, LowRank
 
 
 @attrs.frozen(eq=False)
@@ -82,8 +84,9 @@ class InLayers:
         if not rest:
             flat = torch.addmm(y.reshape(-1, y.shape[-1]), h.reshape(-1, h.shape[-1]).to(y.dtype), b.T.to(y.dtype))
             return flat.view(y.shape)
-        weight, bias = module.weight, getattr(module, "bias", None)
-        factor = self._factor(weight.detach(), a.detach(), b.detach(), rest[0], self.names[name])
+        axis = module.region.axis if _is_row(module) else None
+        weight, bias = module.weight, getattr(module, "bias", None) if axis is None else None  # added to a row's sum
+        factor = self._factor(weight.detach(), a.detach(), b.detach(), rest[0], self.names[name], axis)
         y = (y if bias is None else y - bias) + F.linear(h, b).to(y.dtype)
         y = y * factor.to(y.dtype)
         return y if bias is None else y + bias
@@ -93,20 +96,29 @@ class InLayers:
         region, p = getattr(module, "region", None), self.adapter.dropout if module.training else 0.0
         if region is None:
             return F.dropout(x, p) if p else x
-        cut = tokens.Cut(*region.features(module.cut)) if isinstance(module, RowLinear | RowConv1D) else None
+        cut = tokens.Cut(*region.features(module.cut)) if _is_row(module) else None
         x = region.enter(x, run=module.run) if cut is None else x
         return tokens.drop(x, p, cut) if p else x
 
-    def _factor(self, weight: Any, a: Tensor, b: Tensor, m: Tensor, name: str) -> Tensor:
-        """Return by what outputs are multiplied: |W_i + s B_i A|^2 = |W_i|^2 + 2 s B_i A W_i + s^2 B_i A A^T B_i."""
+    def _factor(self, weight: Any, a: Tensor, b: Tensor, m: Tensor, name: str, axis: Axis | None) -> Tensor:
+        """Return by what outputs are multiplied: |W_i + s B_i A|^2 = |W_i|^2 + 2 s B_i A W_i + s^2 B_i A A^T B_i.
+
+        Ranks of an axis have parts of W_i and of A, whose squares are added up.
+        """
         w, s = (weight.T if name in self.adapter.transposed else weight), self.adapter.scale
-        old = length(w, 1)
-        square = old.square() + ((2 * s) * (w @ a.T.to(w.dtype)) + s * s * (b @ (a @ a.T)).to(w.dtype)).mul(b).sum(1)
-        new = square.clamp_min(0).sqrt()
-        return (old + m) / torch.where(new == 0, 1, new)
+        old = w.square().sum(1)
+        change = ((2 * s) * (w @ a.T.to(w.dtype)) + s * s * (b @ (a @ a.T)).to(w.dtype)).mul(b).sum(1)
+        squares = torch.stack([old, old + change])
+        old, new = (squares if axis is None else sum_out(squares, axis)).clamp_min(0).sqrt()
+        return (torch.where(old == 0, 1, old) + m) / torch.where(new == 0, 1, new)
 
     def bake(self, name: str, module: nn.Module, call: Any) -> None:
         """Do nothing: what is baked has the weights that `Adapted.bake_parameters` returns."""
+
+
+def _is_row(module: nn.Module) -> bool:
+    """Say whether a tensor axis divides a layer by its inputs."""
+    return isinstance(module, RowLinear | RowConv1D) and module.region is not None
 
 
 def _at(module: nn.Module, path: str) -> Tensor:

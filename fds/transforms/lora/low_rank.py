@@ -95,7 +95,7 @@ class LowRank:
     def lie(self, lies: Mapping[str, Lies]) -> dict[str, Lies]:
         """Return how factors lie along a tensor axis: cut as their weight is; what is whole has a part of its gradient.
 
-        Raises `ComposeError` for rows whose lengths no rank knows.
+        Raises `ComposeError` for views of rows whose lengths no rank knows.
         """
         result: dict[str, Lies] = {}
         for weight, how in lies.items():
@@ -106,12 +106,12 @@ class LowRank:
                 result |= dict.fromkeys(names, how)
                 continue
             by_rows = (how.dim == 0) != (weight in self.transposed)
-            if self.dora and not by_rows:
+            if self.dora and self.form == "view" and not by_rows:
                 raise ComposeError(
                     "lora: the length of a row is of all its numbers, and ranks have parts of it",
                     where=weight,
-                    got=f"dora=True, {how}",
-                    want="patterns of layers that are divided by their outputs, or dora=False",
+                    got=f"dora=True, form='view', {how}",
+                    want="form='layer', or patterns of layers that are divided by their outputs",
                 )
             cut = [SplitDim(1, how.parts), SplitDim(0, how.parts), SplitDim(0, how.parts)]
             for i, name in enumerate(names):
