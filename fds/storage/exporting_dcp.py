@@ -8,12 +8,14 @@ where they are, and writes `.metadata`. The folder gets its name when all of it 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from fds.errors import is_a
 from fds.media.locks import hold_lock
@@ -38,7 +40,7 @@ def export_dcp(
     model: str = "model",
     optimizer: str | None = "optim",
     flat: bool = False,
-    tied: Mapping[str, str] | None = None,
+    tied: Mapping[str, str] | nn.Module | None = None,
 ) -> Path:
     """Write a state as a checkpoint of `torch.distributed.checkpoint` (DCP), which FSDP2 runs load; return its folder.
 
@@ -55,7 +57,8 @@ def export_dcp(
         model: where in the state dict the model's tensors are, keys with dots between; "" for the top.
         optimizer: the same of the optimizer's state; None leaves it out.
         tied: further names of the model's tensors, each with the name that the state has: `{"head.weight":
-            "embed.weight"}`. A job whose weights are tied has all of their names, the optimizer only the first.
+            "embed.weight"}`; or the module, whose shared parameters and buffers have them. A job whose weights are tied
+            has all of their names, the optimizer only the first.
         flat: write groups as `StateDictOptions(flatten_optimizer_state_dict=True)` has them, one for each parameter.
 
     Raises, on every rank if on any, `StorageError` for what cannot be written, and for an optimizer that computes what
@@ -76,9 +79,9 @@ def export_dcp(
         if not (texts and isinstance(flat, bool)):
             got, want = f"{model=}, {optimizer=}, {flat=}"[:120], 'two keys, such as "model" and "optim"'
             raise refusal("export_dcp takes other values", "export_dcp", got, want)
-        tied = {} if tied is None else tied
+        tied = {} if tied is None else _tied_in(tied) if isinstance(tied, nn.Module) else tied
         if not (is_a(tied, Mapping) and all(is_a(x, str) and x for pair in tied.items() for x in pair)):
-            want = '{"head.weight": "embed.weight"}, or None'
+            want = '{"head.weight": "embed.weight"}, the module, or None'
             raise refusal("export_dcp takes names by other names", "tied", repr(tied)[:80], want)
         state.check("export_dcp")
         structure, _ = step.held_by(state)
@@ -109,6 +112,14 @@ def export_dcp(
         with ranks.together(), write_errors(to):
             publishing.close()  # the folder gets its name
     return to
+
+
+def _tied_in(module: nn.Module) -> dict[str, str]:
+    """Return the further names of what a module has under several, each with the first, by which a state has it."""
+    first: dict[int, str] = {}
+    named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    names = {name: first.setdefault(id(x), name) for name, x in itertools.chain(*named)}
+    return {name: state_name for name, state_name in names.items() if name != state_name}
 
 
 @contextlib.contextmanager

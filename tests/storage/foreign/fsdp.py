@@ -18,7 +18,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 ROWS, BEFORE, AFTER = 12, range(3), range(3, 6)
 BETAS, EPS, DECAY = (0.8, 0.95), 1e-6, 0.1
@@ -110,3 +113,41 @@ def load(folder: Path) -> tuple[dict[str, Any], list[float], dict[str, Any]]:
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optim"])
     return whole(model, optimizer), go_on(model, optimizer, AFTER), whole(model, optimizer)
+
+
+def job_in_two_dims(kind: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a job on two by two ranks, which have copies of shards, or shards of a tensor axis's pieces."""
+    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")), Net(seed, width=40)
+    if kind == "pieces":
+        plan = {
+            "first": ColwiseParallel(output_layouts=Replicate()),
+            "last": RowwiseParallel(input_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh["inner"], plan)
+    shards = mesh["outer"] if kind == "pieces" else mesh
+    for layer in (model.first, model.norm, model.last, model):
+        fully_shard(layer, mesh=shards)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train_in_two_dims(kind: str, folder: Path) -> dict[str, Any]:
+    """Train and save, all ranks on the same rows; return what was saved."""
+    model, optimizer = job_in_two_dims(kind, 0)
+    for call in range(2):
+        x, y = batch(call)
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(saved, checkpoint_id=folder)
+    return whole(model, optimizer)
+
+
+def load_in_two_dims(kind: str, folder: Path) -> dict[str, Any]:
+    """Load into another job; return what it has then."""
+    model, optimizer = job_in_two_dims(kind, 1)
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optim"])
+    return whole(model, optimizer)

@@ -118,6 +118,22 @@ def test_fsdp2_goes_on_with_the_bits_of_a_state(trained, tmp_path):
     assert_same_bits(leaves(torch.load(tmp_path / "out.pt", weights_only=True)), saved)
 
 
+@pytest.mark.parametrize("kind", ["copies", "pieces"])
+def test_jobs_on_meshes_of_two_dims_are_read_and_read_what_is_written(kind, tmp_path):
+    saved = leaves(ranks.run(fsdp.train_in_two_dims, kind, tmp_path / "saved", world_size=4)[0])
+    apply, params, _ = fds.functional(fsdp.Net(2, width=40))
+
+    def on_ranks():
+        step = fds.compose(sharded(3), fds.adamw(0.01))(lambda params, x: apply(params, x).sum())
+        state, _ = fds.import_dcp(tmp_path / "saved", step, params)
+        assert_same_bits(held(state, step), saved)
+        fds.export_dcp(state, step, tmp_path / "out")
+
+    fds.simulate(on_ranks, 3)
+    for got in ranks.run(fsdp.load_in_two_dims, kind, tmp_path / "out", world_size=4):
+        assert_same_bits(leaves(got), saved)
+
+
 def test_masters_of_mixed_precision_stay_what_they_are(tmp_path):
     saved, losses, _ = ranks.run(fsdp.train, tmp_path, True)[0]
 
@@ -153,15 +169,20 @@ def test_tied_weights_have_all_of_their_names_in_a_job(tmp_path):
     rows, theirs, other = torch.arange(6), job(0), job(1)
     train(*theirs)
     dcp.save(parts(*theirs), checkpoint_id=tmp_path / "saved", no_dist=True)
-    apply, params, _ = fds.functional(job(2)[0])
+    module, _ = job(2)
+    apply, params, _ = fds.functional(module)
 
     def on_ranks():
         optimizer = fds.adamw(0.1, weight_decay=0.01)
         step = fds.compose(sharded(3), optimizer)(lambda params, rows: apply(params, rows).square().mean())
         state, _ = fds.import_dcp(tmp_path / "saved", step, params)
         fds.export_dcp(state, step, tmp_path / "out", tied={"2.weight": "0.weight"})
+        fds.export_dcp(state, step, tmp_path / "of module", tied=module)
 
     fds.simulate(on_ranks, 2)
+    seen = parts(*job(3))
+    dcp.load(seen, checkpoint_id=tmp_path / "of module", no_dist=True)
+    assert_same_bits(seen["model"], dict(theirs[0].state_dict()))
     loaded = parts(*other)
     dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
     set_state_dict(*other, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
