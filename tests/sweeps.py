@@ -5,7 +5,8 @@
     @pytest.mark.whole       # of a test or a row: others hold what it holds, and it runs in `make sweeps` alone
 
 Hypothesis draws half as many examples in `make test` as in `make sweeps`, and Triton compiles a part of the launches.
-Of the requests that a save makes of the file system every third fails in `make test`, every one in `make sweeps`.
+Of the requests that a save makes of the file system every third fails in `make test`, every one in `make sweeps`; what
+takes `STRIDE` is marked too, so that it runs there.
 `FDS_SWEEPS=whole` asks for all. What is named on the command line, or chosen by -k, is thinned among itself.
 """
 

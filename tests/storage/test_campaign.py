@@ -24,6 +24,7 @@ def test_a_run_with_its_state_on_a_disk_that_is_killed_at_any_instant_goes_on_as
     steps.kill(tmp_path / "steps", scenario, 3, seed=0)
 
 
+@pytest.mark.sweep
 def test_every_request_that_fails_is_told_on_all_ranks_and_changes_nothing(tmp_path):
     """In the background; those of `save` are in test_interrupted.py, test_keep.py and test_failing_ranks.py."""
     errors.fail(tmp_path, errors.Scenario(2, "save_async", anew=True, code=errno.EIO), sweeps.STRIDE)

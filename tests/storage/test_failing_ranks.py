@@ -75,6 +75,7 @@ def found(dir):
     return calls
 
 
+@pytest.mark.sweep
 def test_an_error_at_any_request_of_any_rank_changes_nothing(tmp_path):
     def fail(request):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -23,12 +23,14 @@ def found(dir):
     return num_calls(fds.load(dir, STEP, {})[0])
 
 
+@pytest.mark.sweep
 def test_killed_at_any_request_and_any_instant_the_last_complete_save_loads(tmp_path):
     status, told = ranks.alone(killing.main, tmp_path, sweeps.STRIDE)
     assert status == 0, told
     assert told.count(" kills, ") == 6
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("code", "tag"), [(errno.ENOSPC, None), (errno.EIO, "best")])
 def test_an_error_at_any_request_is_a_storage_error_and_changes_nothing(tmp_path, code, tag):
 

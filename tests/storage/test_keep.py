@@ -130,6 +130,7 @@ def test_what_is_no_number_of_saves_is_refused(tmp_path, keep):
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.sweep
 def test_an_error_at_any_request_leaves_the_last_complete_save(tmp_path):
 
     def fail(request):
