@@ -48,7 +48,25 @@ def with_latency(links: Links, pair, latency: float) -> Links:
 def test_a_rank_whose_links_are_slow_is_named_in_their_place():
     slow = [(0, 1), (0, 2), (0, 3)]
     [finding] = [x for x in findings(measured(slow, nodes="aaaa")) if x.level == "problem"]
-    assert finding.what == "rank 0" and "3 of its 3 links" in finding.found
+    assert finding.what == "rank 0" and "its 3 links on one machine have" in finding.found
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_of_three_ranks_the_one_on_a_slow_cable_is_named(rank):
+    """Two of the three links are its, so that the median of all is slow."""
+    slow = [pair for pair in [(0, 1), (0, 2), (1, 2)] if rank in pair]
+    links = measured(slow, nodes="abcd", missing=[(i, 3) for i in range(3)])
+    of_three = Links(links.ranks[:3], links.pairs, FAST)
+    assert problems(of_three) == [f"rank {rank}"]
+    assert problems(Links(links.ranks[:3], {**links.pairs, slow[0]: CABLE}, FAST)) == [
+        f"link {slow[1][0]}-{slow[1][1]}"
+    ]
+
+
+def test_two_ranks_on_slow_cables_are_named_among_five():
+    pairs = {(i, j): SLOW if j > 2 else FAST for i in range(5) for j in range(i + 1, 5)}
+    rows = tuple(RankSpeed(node, 1, 1e9) for node in "abcde")
+    assert problems(Links(rows, pairs, FAST)) == ["rank 3", "rank 4"]
 
 
 def test_a_rank_that_computes_slowly_is_named():

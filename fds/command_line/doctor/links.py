@@ -1,8 +1,8 @@
 """`fds doctor --ranks`: what ranks that a launcher started have between them: latency and bandwidth of every link.
 
-A link is slow beside the median of its kind, links within a machine or between machines, and a rank beside the median
-of all. Pairs are measured one after another, so that no two share a cable: first all neighbours, then ranks two apart,
-and so on until the time is over.
+A link is slow beside the median of its kind, links within a machine or between machines. The links of a rank are slow
+beside those between the others: of three ranks two links are one rank's. Pairs are measured one after another, so that
+no two share a cable: first all neighbours, then ranks two apart, and so on until the time is over.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -46,8 +46,12 @@ class LinkSpeed:
     latency: float
     bandwidth: float
 
+    def __str__(self) -> str:
+        return f"{self.latency * 1e6:,.0f} us, {_speed(self.bandwidth)}"
+
 
 Pair = tuple[int, int]
+KINDS = ("on one machine", "between machines")
 
 
 @attrs.frozen
@@ -71,7 +75,7 @@ class Links:
 
     def kind(self, pair: Pair) -> str:
         """Return which links a link is compared with."""
-        return "on one machine" if self.ranks[pair[0]].node == self.ranks[pair[1]].node else "between machines"
+        return KINDS[self.ranks[pair[0]].node != self.ranks[pair[1]].node]
 
 
 def measure(limit: float) -> tuple[Links, bool]:
@@ -146,27 +150,44 @@ def findings(links: Links) -> Iterator[Finding]:
     total, values = links.num_pairs, attrs.asdict(links.all_reduce)
     all_reduce = f"{links.all_reduce.latency * 1e6:,.0f} us; bus {_speed(links.all_reduce.bandwidth)}"
     yield Finding("all-reduce", f"of {len(links.ranks)} ranks: {all_reduce}", values=values)
-    slow: dict[Pair, Finding] = {}
-    for kind in ("on one machine", "between machines"):
-        pairs = {pair: link for pair, link in links.pairs.items() if links.kind(pair) == kind}
+    kinds = {kind: {pair: link for pair, link in links.pairs.items() if links.kind(pair) == kind} for kind in KINDS}
+    for kind, pairs in kinds.items():
         if pairs:
-            bandwidth = statistics.median_high([link.bandwidth for link in pairs.values()])
-            latency = statistics.median_low([link.latency for link in pairs.values()])
+            usual = _usual(pairs.values())
             rows = [[*pair, link.latency, link.bandwidth] for pair, link in pairs.items()]
-            values = {"latency_s": latency, "bytes_per_s": bandwidth, "links": rows}
-            text = f"{_many(len(pairs))} {kind}: median {latency * 1e6:,.0f} us, {_speed(bandwidth)}"
-            yield Finding("links", text, values=values)
-            slow |= {pair: x for pair, link in pairs.items() if (x := _slow(pair, link, kind, latency, bandwidth))}
+            values = {"latency_s": usual.latency, "bytes_per_s": usual.bandwidth, "links": rows}
+            yield Finding("links", f"{_many(len(pairs))} {kind}: median {usual}", values=values)
     if len(links.pairs) < total:
         advice = "the time was over: --limit, in seconds, has more of them measured"
         yield Finding("links", f"{len(links.pairs)} of {total} measured", "note", advice)
+    for kind, pairs in kinds.items():
+        yield from _of_links(links, kind, pairs)
+
+
+def _of_links(links: Links, kind: str, pairs: Mapping[Pair, LinkSpeed]) -> Iterator[Finding]:
+    """Find ranks whose links of a kind are far slower than those between the others, then other links that are."""
+    left = dict(pairs)
     for rank in range(len(links.ranks)):
-        its = [pair for pair in links.pairs if rank in pair]
-        if len(its) > 2 and len({*its} & slow.keys()) > len(its) / 2:
-            far = f"{len({*its} & slow.keys())} of its {len(its)} links are slower than others of their kind"
-            yield Finding(f"rank {rank}", f"on {links.ranks[rank].node}: {far}", "problem", _NETWORK)
-            slow = {pair: finding for pair, finding in slow.items() if rank not in pair}
-    yield from slow.values()
+        its = {pair: link for pair, link in pairs.items() if rank in pair}
+        others = [link for pair, link in pairs.items() if rank not in pair]
+        if len(its) > 1 and others and _is_far(_usual(its.values()), usual := _usual(others)):
+            text = f"its {len(its)} links {kind} have {_usual(its.values())}; those between the others {usual}"
+            yield Finding(f"rank {rank}", f"on {links.ranks[rank].node}: {text}", "problem", _NETWORK)
+            left = {pair: link for pair, link in left.items() if rank not in pair}
+    for pair, link in left.items():
+        if _is_far(link, usual := _usual(left.values())):
+            yield Finding(f"link {pair[0]}-{pair[1]}", f"{link}", "problem", f"the median of links {kind} is {usual}")
+
+
+def _usual(links: Iterable[LinkSpeed]) -> LinkSpeed:
+    """Return the median of links; of two the faster."""
+    each = [*links]
+    latency = statistics.median_low([link.latency for link in each])
+    return LinkSpeed(latency, statistics.median_high([link.bandwidth for link in each]))
+
+
+def _is_far(link: LinkSpeed, usual: LinkSpeed) -> bool:
+    return link.bandwidth * FAR < usual.bandwidth or link.latency > 2 * FAR * usual.latency  # latency varies more
 
 
 _NETWORK = "look at that machine's interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), cable and other jobs"
@@ -181,14 +202,6 @@ def _of_ranks(links: Links) -> Iterator[Finding]:
             yield Finding(f"rank {i}", text, "problem", advice, attrs.asdict(rank))
         else:
             yield Finding(f"rank {i}", text, values=attrs.asdict(rank))
-
-
-def _slow(pair: Pair, link: LinkSpeed, kind: str, latency: float, bandwidth: float) -> Finding | None:
-    text = f"{link.latency * 1e6:,.0f} us, {_speed(link.bandwidth)}"
-    if link.bandwidth * FAR >= bandwidth and link.latency <= 2 * FAR * latency:  # latency varies more
-        return None
-    advice = f"the median of links {kind} is {latency * 1e6:,.0f} us, {_speed(bandwidth)}"
-    return Finding(f"link {pair[0]}-{pair[1]}", text, "problem", advice)
 
 
 def table(links: Links) -> str:

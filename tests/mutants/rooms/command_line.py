@@ -38,15 +38,15 @@ MUTANTS = (
     Mutant(
         "cables-compared-with-the-loopback",
         "fds/command_line/doctor/links.py",
-        'if self.ranks[pair[0]].node == self.ranks[pair[1]].node else "between machines"',
-        'if pair else "between machines"',
+        "return KINDS[self.ranks[pair[0]].node != self.ranks[pair[1]].node]",
+        "return KINDS[0]",
         "every link between two machines is slow beside those within one",
         "tests/command_line/test_links.py",
     ),
     Mutant(
         "links-of-a-slow-rank-one-by-one",
         "fds/command_line/doctor/links.py",
-        "if len(its) > 2 and",
+        "if len(its) > 1 and",
         "if len(its) > 2000 and",
         "a rank with a slow interface is not named, but a thousand links are",
         "tests/command_line/test_links.py",
