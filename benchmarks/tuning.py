@@ -6,10 +6,10 @@
 
 Problems differ in model, rows of the batch, ranks (two and four, of gloo), cables between them (three rates; each node
 is a core) and memory. The machine's speed drifts within seconds, so all compositions take turns, in rounds: in each one
-is trained and rehearsed for a few calls, with a fresh state, in the same processes. What is measured is the median of
-the rounds, of the slowest rank in each; how far the medians of the even and of the odd rounds are from each other says
-what of an error is the machine's. The tuner then searches with what is known as its journal, with a tenth of the trials
-of the sweep.
+is trained and rehearsed for a few calls, with a fresh state, in the same processes. What is measured is the mean of the
+rounds but the fastest and the slowest, of the slowest rank in each; how far that of the even rounds and that of the odd
+ones are from each other says what of an error is the machine's. The tuner then searches with what is known as its
+journal, with a tenth of the trials of the sweep.
 
 Claims: seconds are predicted within 5% in the median and 15% at worst, before any trial; bytes within 3% in the median;
 the tuner's choice is within 5% of the best of the sweep in nine problems of ten.
@@ -48,7 +48,7 @@ from fds.tuning import Budget, Report, Space, standard
 from fds.tuning.footprints import weigh
 from fds.tuning.journal import Journal
 from fds.tuning.problem import Problem
-from fds.tuning.rehearsal import ROUNDS, Rehearsal
+from fds.tuning.rehearsal import ROUNDS, Rehearsal, middle
 from fds.tuning.search import name_of
 from fds.tuning.spaces import Candidate
 
@@ -209,11 +209,11 @@ class Training:
 
     def trial(self) -> tuple[float, int]:
         """Return the seconds of a call, and bytes."""
-        return statistics.median(self.rounds), self.num_bytes
+        return middle(self.rounds), self.num_bytes
 
     def apart(self) -> float:
         """Return how far odd rounds are from even ones."""
-        return statistics.median(self.rounds[1::2]) / statistics.median(self.rounds[::2]) - 1
+        return middle(self.rounds[1::2]) / middle(self.rounds[::2]) - 1
 
 
 @attrs.frozen

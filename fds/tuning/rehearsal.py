@@ -7,7 +7,7 @@ more than its cores, seconds are those of a core: `replay` shares cores out.
 
 A machine's speed drifts within seconds, by more than what candidates differ by. So they are rehearsed in rounds, a few
 calls of each, and what all of them take in a round says how fast the machine was. What is predicted are the seconds at
-its median speed.
+its usual speed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class Rehearsal:
         courses = self._do(i, lambda: self.parts[i].record(min(max(least, wanted), most)))
         if i not in self.errors:
             calls = zip(*map(_courses, self.together.exchange(courses)), strict=False)
-            self.rounds[i].append(_median([predict(call, candidate, self.links) for call in calls]))
+            computed, added = zip(*(predict(call, candidate, self.links) for call in calls), strict=True)
+            self.rounds[i].append((statistics.fmean(computed), statistics.fmean(added)))
 
     def _do(self, i: int, work: Callable[[], Any]) -> Any:
         """Do what all ranks do for a candidate, unless one of them has failed before."""
@@ -110,15 +111,15 @@ class Rehearsal:
         computed = settled([[seconds for seconds, _ in rounds] for rounds in self.rounds])
         answers = list[Any]()
         for i, rounds in enumerate(self.rounds):
-            messages = statistics.median(added for _, added in rounds) if rounds else 0.0
+            messages = middle([added for _, added in rounds]) if rounds else 0.0
             answers.append(self.errors.get(i, (computed[i], messages) if rounds else None))
         return answers
 
 
 def settled(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the seconds of candidates from those of each round, at the median speed of the machine; nan of no rounds.
+    """Return the seconds of candidates from those of each round, at the machine's usual speed; nan of no rounds.
 
-    >>> settled([[1.0, 2.0, 1.1], [3.0, 6.0, 3.0]])  # the second round was at half speed
+    >>> settled([[1.0, 2.0, 1.0], [3.0, 6.0, 3.0]])  # the second round was at half speed
     [1.0, 3.0]
     """
     usual = [statistics.median(of_one) if of_one else math.nan for of_one in rounds]
@@ -127,14 +128,16 @@ def settled(rounds: Sequence[Sequence[float]]) -> list[float]:
         statistics.median(of_one[turn] / usual[i] for i, of_one in enumerate(rounds) if turn < len(of_one))
         for turn in range(num_rounds)
     ]
-    return [
-        statistics.median(x / slow[turn] for turn, x in enumerate(of_one)) if of_one else math.nan for of_one in rounds
-    ]
+    return [middle([x / slow[turn] for turn, x in enumerate(of_one)]) if of_one else math.nan for of_one in rounds]
 
 
-def _median(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    first, second = (statistics.median(values) for values in zip(*pairs, strict=True))
-    return first, second
+def middle(values: Sequence[float]) -> float:
+    """Return the mean of all but the least and the greatest, which of a drifting speed says more than the median.
+
+    >>> middle([1.0, 2.0, 4.0, 900.0])
+    3.0
+    """
+    return statistics.fmean(sorted(values)[1:-1] if len(values) > 2 else values)
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
