@@ -2,7 +2,8 @@
 
 python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.peers.hf_trainer OUT SIDE NAME ...
 
-With the side "stopped": train over fds at stage 3, and go on from a checkpoint at stage 3 and at stage 1.
+With the side "stopped": train over fds at stage 3, and go on from a checkpoint at stage 3 and at stage 1; and train
+TRL's trainer with and without fds.
 """
 
 from __future__ import annotations
@@ -149,7 +150,35 @@ def stopped(transformers: Any, out: str) -> dict[str, Any]:
     again, other = run(f"{out}-again", 3, last), run(f"{out}-other", 1, last)
     saved = transformers.AutoModelForCausalLM.from_pretrained(f"{out}-saved")
     sums = [float(x.lm_head.weight.detach().double().sum()) for x in (saved, whole.model, again.model)]
-    return {"whole": late(whole), "again": late(again), "other": late(other), "read": read, "sums": sums}
+    sft = {name: rows_of_trl(name, out) for name in ("fds", "trl")}
+    return {"whole": late(whole), "again": late(again), "other": late(other), "read": read, "sums": sums, **sft}
+
+
+def rows_of_trl(side: str, out: str) -> list[list[float]]:
+    """Return the losses and norms of TRL's trainer on packed rows, over fds at stage 3 or as it is."""
+    import datasets
+    import trl
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    import fds
+
+    class Ours(fds.hf.Trainer, trl.SFTTrainer):
+        pass
+
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(31)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1", unk_token="0")
+    datasets.disable_progress_bars()
+    data = datasets.Dataset.from_list([{"input_ids": row} for row in rows(2)[:88]])
+    given = {key: value for key, value in settings(max_steps=6).items() if key != "warmup_steps"}
+    shown = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1}
+    more = {"bf16": False, "save_strategy": "no", "dataloader_pin_memory": False, "packing": True, "max_length": 16}
+    arguments = trl.SFTConfig(output_dir=f"{out}-{side}", **given, **shown, **more)
+    ours = {"config": {"gradient_clipping": "auto", "zero_optimization": {"stage": 3}}} if side == "fds" else {}
+    kind = Ours if side == "fds" else trl.SFTTrainer
+    made = kind(model(), arguments, train_dataset=data, processing_class=tokenizer, **ours)
+    made.train()
+    return [[entry["loss"], entry["grad_norm"]] for entry in made.state.log_history if "loss" in entry]
 
 
 if __name__ == "__main__":

@@ -283,13 +283,15 @@ def test_a_sequence_to_sequence_trainer_predicts_by_generating(tmp_path):
     torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=0.0)
 
 
-def test_two_ranks_save_read_and_go_on_at_this_stage_and_another(tmp_path):
+def test_two_ranks_save_read_and_go_on_at_another_stage_and_train_what_trl_trains(tmp_path):
     torchrun("tests.peers.hf_trainer", tmp_path / "out", "stopped", ranks=2)
     seen = json.loads((tmp_path / "out").read_text())
     assert seen["again"] == seen["whole"] and len(seen["whole"]) == 4
     torch.testing.assert_close(seen["other"], seen["whole"], rtol=1e-5, atol=0.0)
     assert len(set(seen["read"])) == len(seen["read"]) == 12  # by a callback that one rank has
     assert len(set(seen["sums"])) == 1
+    torch.testing.assert_close(seen["fds"], seen["trl"], rtol=1e-5, atol=0.0)
+    assert len(seen["fds"]) == 6
 
 
 @pytest.fixture(scope="module")
