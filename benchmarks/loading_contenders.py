@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,15 @@ def weigh(folder: str, name: str) -> Weighed:
     return Weighed(*most.tolist())
 
 
-def time_in_turns(folder: str, names: tuple[str, str], rounds: int) -> list[list[float]]:
-    """Run on every rank: return the seconds of the slowest rank, round by round, of two ways in turned order."""
+def time_in_turns(folder: str, names: tuple[str, str], rounds: int, cpu: bool = False) -> list[list[float]]:
+    """Run on every rank: return the seconds of the slowest rank, round by round, of two ways in turned order.
+
+    With `cpu` they are those of the CPU, of all threads of the process.
+    """
+    clock = time.process_time if cpu else time.perf_counter
     calls = {str(i): WAYS[name](folder) for i, name in enumerate(names)}
     make = {i: lambda call=call: lambda: _let_go(call()) for i, call in calls.items()}
-    return list(ranks.take_turns(make, rounds=rounds, first_calls=2, turn=0).seconds.values())
+    return list(ranks.take_turns(make, rounds=rounds, first_calls=2, turn=0, clock=clock).seconds.values())
 
 
 def _let_go(x: Any) -> torch.Tensor:
