@@ -193,8 +193,8 @@ bfloat16 with float32 sums at stage 1: a gradient that is not finite ends the tr
 `torch_autocast` in float16: an update that is skipped is not counted as one, and the schedule goes on | it is counted
     in `state.calls`, and schedules follow `state.step` |
     config/test_intended_differences | test_autocast_in_float16_clips_the_gradient_itself_at_every_stage
-master weights are made of parameters that were rounded to 16 bits | they are the parameters as they were given; the Trainer
-    of `fds.hf` rounds them too |
+master weights are made of parameters that were rounded to 16 bits | they are the parameters as they were given; the
+    Trainer of `fds.hf` rounds them too |
     config/test_intended_differences | test_master_weights_are_the_parameters_unrounded
 float16: an overflow at the least scale ends the training | the update is skipped and `metrics["at_minimum_scale"]` says
     so | config/test_intended_differences | test_an_overflow_at_the_least_scale_is_a_skip_that_is_reported
