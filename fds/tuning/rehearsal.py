@@ -332,7 +332,8 @@ class Links:
         both = self._timed(axis, message, rest)
         with alone():
             single = self._timed(axis, message, 0.0)
-        spent = everyone.exchange([max(0.0, both.seconds - single.seconds), max(0.0, both.busy - single.busy)])
+        seconds = both.seconds if message.op == "send" else min(axis.exchange(both.seconds))  # of the last to start
+        spent = everyone.exchange([max(0.0, seconds - single.seconds), max(0.0, both.busy - single.busy)])
         most, busy = (max(values) for values in zip(*spent, strict=True))
         cost = self.costs[axes, message] = Cost(
             most, min(busy, most), of_line, rate.credit, rate.buffered, self.delays[axes]
