@@ -129,12 +129,9 @@ def test_pieces_of_two_starts_are_not_put_together(tmp_path):
     shutil.copytree(tmp_path / "shelves" / "0", tmp_path / "old")
     shutil.rmtree(tmp_path / "shelves")
     run.start(4, until=3, nodes=(0, 1, 2, 3))
-    for place in (tmp_path / "shelves" / "0", tmp_path / "old"):
-        (entry,) = place.glob("*/*/*.00000003")
-        if place.name == "old":
-            shutil.copytree(entry, next((tmp_path / "shelves" / "0").glob("*/*")) / entry.name)
-        else:
-            shutil.rmtree(entry)
+    new, old = (next((tmp_path / place).glob("*/*/*.00000003")) for place in ("shelves/0", "old"))
+    shutil.rmtree(new)
+    shutil.copytree(old, new.with_name(old.name))
     run.start(2, nodes=(0, 1))
     assert run.sources[-1] == (0, "init", 2)
     run.check()
