@@ -48,12 +48,11 @@ from fds.tuning import Budget, Report, Space, standard
 from fds.tuning.footprints import weigh
 from fds.tuning.journal import Journal
 from fds.tuning.problem import Problem
-from fds.tuning.rehearsal import ROUNDS, Rehearsal, middle
+from fds.tuning.rehearsal import CALLS, ROUNDS, Rehearsal, middle
 from fds.tuning.search import name_of
 from fds.tuning.spaces import Candidate
 
 SECONDS = 0.05  # of calls that are rehearsed, and of those that are trained, in each round
-CALLS = (1, 10)  # that are trained and timed in a round: at least, and at most
 ADAMW = functools.partial(fds.adamw, 1e-3)
 
 

@@ -53,9 +53,8 @@ class SplitDim:
 
     def whole(self, piece: int, size: int) -> int:
         """Return the length of the dim, given that of a rank's piece."""
-        if not self.parts or any(
-            sum(parts) == piece * size for parts in self.encoded
-        ):  # which all ranks have as much of
+        # of parts that views encode all ranks have as much
+        if not self.parts or any(sum(parts) == piece * size for parts in self.encoded):
             return piece * size
         return sum(self.parts)
 

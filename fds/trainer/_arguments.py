@@ -1,4 +1,4 @@
-"""transformers' `TrainingArguments` as transforms: the optimizer's groups, the rates, and what is refused."""
+"""transformers' `TrainingArguments` as transforms, and a JSON beside them: optimizer, rates, and what is refused."""
 
 from __future__ import annotations
 

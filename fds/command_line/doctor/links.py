@@ -170,12 +170,15 @@ def _of_links(links: Links, kind: str, pairs: Mapping[Pair, LinkSpeed]) -> Itera
     for rank in range(len(links.ranks)):
         its = {pair: link for pair, link in pairs.items() if rank in pair}
         others = [link for pair, link in pairs.items() if rank not in pair]
-        if len(its) > 1 and others and _is_far(_usual(its.values()), usual := _usual(others)):
-            text = f"its {len(its)} links {kind} have {_usual(its.values())}; those between the others {usual}"
+        if len(its) > 1 and others and _is_far(usual := _usual(its.values()), beside := _usual(others)):
+            text = f"its {len(its)} links {kind} have {usual}; those between the others {beside}"
             yield Finding(f"rank {rank}", f"on {links.ranks[rank].node}: {text}", "problem", _NETWORK)
             left = {pair: link for pair, link in left.items() if rank not in pair}
+    if not left:
+        return
+    usual = _usual(left.values())
     for pair, link in left.items():
-        if _is_far(link, usual := _usual(left.values())):
+        if _is_far(link, usual):
             yield Finding(f"link {pair[0]}-{pair[1]}", f"{link}", "problem", f"the median of links {kind} is {usual}")
 
 
